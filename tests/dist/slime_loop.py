@@ -108,7 +108,7 @@ ARGUMENTS = {
     "rollout-num-gpus": 1,
 }  # fmt: skip
 """Arguments beside slime's defaults, as its scripts for Qwen3 give them: no kernels of a GPU, no engine of SGLang."""
-OURS = {"steps": STEPS, "sync_every": 1, "removed": False, "split": False}
+OURS = {"steps": STEPS, "sync_every": 1, "removed": False, "split": False, "bf16": False}
 """Settings of the loop: `removed` leaves overlong samples out, `split` cuts a rollout in two samples."""
 ESTIMATORS = {
     **{name: {"estimator": "grpo", "epsilon": 1e-6, "ddof": 1} for name in ("grpo", "gspo", "cispo")},
@@ -144,7 +144,7 @@ def parsed(checkpoint: Path, settings: Mapping[str, Any]) -> Any:
         patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
     ):
         args = arguments.parse_args()
-    args.bf16, args.params_dtype, args.debug_train_only = False, torch.float32, False
+    args.debug_train_only = False
     return args
 
 
@@ -154,6 +154,7 @@ class Loop:
     def __init__(self, checkpoint: Path, trace: Path, settings: Mapping[str, Any]) -> None:
         self.ours = {key: settings.get(key, value) for key, value in OURS.items()}
         self.args = args = parsed(checkpoint, {key: item for key, item in settings.items() if key not in OURS})
+        args.bf16, args.params_dtype = self.ours["bf16"], torch.bfloat16 if self.ours["bf16"] else torch.float32
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.actor = object.__new__(actors.MegatronTrainRayActor)
@@ -308,6 +309,8 @@ class Loop:
         told: dict[str, Any] = dict(ESTIMATORS[self.args.advantage_estimator])
         if told["estimator"] == "grpo" and not self.args.grpo_std_normalization:
             told = {"estimator": "dr_grpo"}
+        if self.args.kl_coef:  # of each token, which no estimator of the probe has
+            told = {}
         trained = {self.data["partition"][at] for at in self.places}
         told["others"] = [
             (it["group"], it["reward"], self.advantages[place], it["tokens"])
@@ -522,8 +525,9 @@ def join() -> None:
 def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
     """Train for some steps; settings of slime beside `ARGUMENTS`, and `OURS`."""
     join()
+    dtype = "bfloat16" if settings.get("bf16") else "float32"
     with (
-        probe.open(trace, model=checkpoint, dtype="float32", engine="hf", keep_every=1) as record,
+        probe.open(trace, model=checkpoint, dtype=dtype, sends=dtype, engine="hf", keep_every=1) as record,
         on_cores(),
         contextlib.ExitStack() as stack,
     ):

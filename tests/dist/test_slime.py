@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.dist.recorded_loops import Ran, caught, holds, report, run
+from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
+from verifier.report import render_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,6 +49,9 @@ RIGHT: dict[str, tuple[int, dict[str, Any]]] = {name: (1, case) for name, case i
     "not divided by the deviation": {**ONE, "disable-grpo-std-normalization": True},
     "reinforce++": {**ONE, "advantage-estimator": "reinforce_plus_plus", "normalize-advantages": True},
     "reinforce++ with a baseline": {**ONE, **BASELINE},
+    "KL in the reward": {
+        **ONE, "advantage-estimator": "reinforce_plus_plus", "normalize-advantages": True, "kl-coef": 0.05,
+    },
     **{f"KL {kind}": {**KL, "kl-loss-type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
     "KL times the ratio": {**KL, "kl-loss-type": "k3", "use-unbiased-kl": True},
     "entropy": {**MANY, "entropy-coef": 0.01},
@@ -124,7 +129,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """The report of a loop; all of them were run in as few processes as may be."""
     folder = tmp_path_factory.mktemp("slime")
     checkpoint = write_tiny("add", folder / "checkpoint")
-    loops = RIGHT | {"padded": (1, PADDED), "removed tokens": (1, REMOVED)}
+    loops = RIGHT | {"bf16": (1, {"steps": 2, "bf16": True}), "padded": (1, PADDED), "removed tokens": (1, REMOVED)}
     loops |= {name: case[:2] for name, case in PLANTED.items()}
     run("slime_bugs.py", checkpoint, folder, loops, apart=sizes)
     with Oracle(checkpoint, 120.0) as oracle:
@@ -136,9 +141,17 @@ def test_a_right_loop_holds(name: str, ran: Ran) -> None:
     size, settings = RIGHT[name]
     less = WATCHED if sizes(settings) != (1, 1) else set[str]()
     less |= PARTED if "cp2" in name else {"LSS003"} if "use-rollout-logprobs" in settings else set()
+    less |= {"ADV002"} if name == "KL in the reward" else set()  # of each token, which no estimator of the probe has
     more = {"WGT002"} if size > 1 else set[str]()
     more |= {"LGP010"} if "KL" in name else {"LGP012"} if name == "entropy" else set()
     holds(ran(name), HELD - less | more)
+
+
+def test_a_right_loop_in_bf16_holds(ran: Ran) -> None:
+    """Weights are sent in bf16, of files in float32; the process that samples computes in float32."""
+    found = ran("bf16")
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} == HELD - {"ENG001"}
 
 
 @pytest.mark.parametrize("name", PLANTED)
