@@ -8,6 +8,7 @@ arguments, `tensor-model-parallel-size=2` under `torchrun --nproc_per_node 2`; `
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.abc
 import importlib.machinery
 import json
@@ -545,6 +546,7 @@ def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_global_vars()
     Timer().start_time.clear()
+    gc.collect()  # many loops may run in one process
 
 
 if __name__ == "__main__":

@@ -157,11 +157,8 @@ class LossRecorder(AnswerRecorder):
         else:
             parts = np.split(np.arange(len(tokens)), len(ids)) if len(ids) else []
         parts, padding = parts[: len(ids)], parts[len(ids) :]
-        if (
-            len(parts) != len(ids)
-            or len(padding) > 1
-            or any(len(column) != len(tokens) for column in (*columns.values(), kept))
-        ):
+        fits = {len(column) for column in (*columns.values(), kept)} == {len(tokens)}
+        if len(parts) != len(ids) or len(padding) > 1 or not fits:
             raise UsageError(f"a micro-batch of step {step} has {len(ids)} rollouts, its tensors other rows")
         parts = [part[kept[part]] for part in parts]
         sentinel = np.zeros(len(tokens), np.int64)
@@ -236,7 +233,7 @@ class LossRecorder(AnswerRecorder):
         shape, names = tuple(losses.shape), [*map(str, ids)]
         rows = np.zeros(shape, bool) if mask is None else row_of(mask, np.int64).reshape(shape) != 0
         ends = np.cumsum([len(own.tokens.responses[own.number(name)]) for name in names])
-        parts = np.split(rows, ends) if len(shape) == 1 else [*rows, rows[:0]]  # each is a view
+        parts = np.split(rows, ends) if len(shape) == 1 else [*rows[: len(names)], rows[:0]]  # each is a view
         if len(parts) != len(names) + 1 or parts.pop().size or (len(shape) == 1 and ends[-1:].sum() != len(rows)):
             raise UsageError(f"`token_losses` has tensors {list(shape)} of {len(names)} rollouts of other lengths")
         sentinel = []
