@@ -309,7 +309,7 @@ def _policy_inputs(
         yield compare_value(item, f"{name} (mask)", found, right, same=not wrong.size, sentence=sentence, hint=hint)
     weight = np.ones(len(kept))
     if item.weight_level:
-        weight = np.minimum(_level(difference, item.weight_level), float(item.weight_cap))
+        weight = _level(difference, item.weight_level).clip(float(item.weight_floor), float(item.weight_cap))
     whole, in_batch = advantage * weight[stays], kept[stays] | item.rejects
     expected, actual = np.where(in_batch, whole, 0.0), rows["advantage"][mask]
     other = np.where(certain[stays] | item.rejects, expected, np.where(in_batch, 0.0, whole))  # rounding decides
