@@ -22,12 +22,14 @@ from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, is_served
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import (
+    TRANSFORMERS_GELU,
     TRANSFORMERS_LATENT,
     TRANSFORMERS_ROTARY,
     TRANSFORMERS_SCAN,
     TRANSFORMERS_SOFTMAX,
 )
 from verifier.platform.upstream_fixes_transformers import (
+    activate_as_trained,
     choose_within_groups,
     norm_latents_by_config,
     rotate_by_config,
@@ -45,6 +47,7 @@ _MENDED = {
     TRANSFORMERS_LATENT: norm_latents_by_config,
     TRANSFORMERS_ROTARY: rotate_by_config,
     TRANSFORMERS_SOFTMAX: scale_softmax_by_config,
+    TRANSFORMERS_GELU: activate_as_trained,
     "gated-delta-rule": scan_by_token,
 }
 """Id of an upstream fix -> what installs it in a model; the last is of the oracle alone."""

@@ -144,7 +144,7 @@ def require_buildable(model: str, sizes: Mapping[str, Any], tier: Tier) -> None:
     Raises:
         UsageError: megatron-bridge has no bridge for the architecture, or the CPU tier no stand-in for a kind of layer.
     """
-    require_bridge(architecture_of(sizes), model)
+    require_bridge(sizes, model)
     if tier == "cpu":
         require_stand_ins(sizes)
 
