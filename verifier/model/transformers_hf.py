@@ -113,7 +113,7 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
             model = auto.from_config(text if is_causal else whole, trust_remote_code=False)
     except (OSError, *REFUSALS) as error:
-        said = next(iter(str(error).splitlines()), "")
+        said = re.sub(r":\n\s+", ": ", str(error)).partition("\n")[0]
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
     if type(model).__name__.lower() != name.lower() and is_causal and text is whole:  # Phi-3.5-MoE names PhiMoE
         raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")
