@@ -105,6 +105,11 @@ TRAINER = (
         stated.original_length, stated.trainer_original_length,
     ),
     *(_rope(key, f"yarn_{key}") for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+    Row("rope_scaling.attention_factor", "yarn_mscale", stated.stated_magnitude, stated.trainer_magnitude),
+    Row(
+        "rope_scaling.truncate", "yarn_correction_range_round_to_int", stated.rounds_range,
+        lambda fields: bool(fields.get("yarn_correction_range_round_to_int")),
+    ),
     _bound("num_experts n_routed_experts num_local_experts moe_num_experts", "num_moe_experts", stated.experts),
     _same("num_experts_per_tok", "moe_router_topk", stated.has_experts),
     _same("moe_intermediate_size", "moe_ffn_hidden_size", stated.has_experts),
