@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -24,7 +24,9 @@ from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
 from verifier.launch.watchdog import Vigil
 from verifier.runs.node_servers import EngineNode, TrainerNode, identity, raylet_end
-from verifier.runs.resources import Deadline
+
+if TYPE_CHECKING:
+    from verifier.runs.resources import Deadline
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
