@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, times
-from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.core.condition import NEEDS, condition, knob, on, recorded, told
 from verifier.stages.advantage.records import ESTIMATORS, Advantages, LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
 from verifier.stages.checks_parts import parts_of
@@ -366,13 +366,9 @@ IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo
 
 
 @check(
-    "ADV004",
-    needs=(Advantages, PolicyColumns),
-    applies=on(
-        step=GRPO & REFERENCE & IN_REWARD,
-        loop=recorded(Advantages, PolicyColumns) & told("penalties", "no KL penalty in the reward"),
-    ),
-)
+    "ADV004", needs=(Advantages, PolicyColumns),
+    applies=on(step=GRPO & REFERENCE & IN_REWARD, loop=NEEDS & told("penalties", "no KL penalty in the reward")),
+)  # fmt: skip
 def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
 
@@ -427,7 +423,7 @@ WEIGHT_ROUNDINGS = 16
 """Roundings of a weight in the dtype of a loss whose backward pass says it: mask, means, sums, and a scale."""
 
 
-@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=recorded(LossColumns)))
+@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=NEEDS))
 def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     """The weight of every token is what the aggregation makes of the masks of the whole batch.
 

@@ -14,7 +14,7 @@ from msgspec import structs
 import verifier.stages.logprob.checks_stated as stated
 from verifier.config_json import Config, epsilon, has_delta_nets, head_dim, is_latent, rope, rotary_dim
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, on, recorded
+from verifier.core.condition import ALWAYS, NEEDS, on
 from verifier.core.manifest import MeshSizes
 from verifier.mesh import Coordinate, Mesh
 from verifier.stages.checks_conditions import ADAPTER, GRPO, REFERENCE, UPDATED
@@ -151,11 +151,7 @@ FREQUENCY = 1e-5
 """Share of a rotary frequency that it may be off by."""
 
 
-@check(
-    "LGP007",
-    needs=(StatedConfig, ProviderFields),
-    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(StatedConfig, ProviderFields)),
-)
+@check("LGP007", needs=(StatedConfig, ProviderFields), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 
@@ -291,11 +287,7 @@ def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(item, f"input of {what}", float(adapter.altered), 0.0, subject=subject)
 
 
-@check(
-    "LGP008",
-    needs=(GivenArguments, PackLayout),
-    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(GivenArguments, PackLayout)),
-)
+@check("LGP008", needs=(GivenArguments, PackLayout), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     """Arguments of a forward pass over a packed micro-batch agree with the pack, and with each other.
 
@@ -350,7 +342,7 @@ def _told(
     return compare_value(item, what, got, want, subject=subject, says=says, owner=owner, absent=absent)
 
 
-@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE, loop=recorded(ReferenceShard)))
+@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE, loop=NEEDS))
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 
