@@ -52,8 +52,9 @@ def quantization(config: Config) -> str | None:
     """Method by which the weights are quantized; None where they are not."""
     model = text_model(config)
     found = model.get("quantization_config") or model.get("compression_config")
-    table = _table(found)
-    return str(table.get("quant_method") or table.get("quant_algo") or found) if found else None
+    table = {**_table(_table(found).get("quantization")), **_table(found)}
+    own = "bitsandbytes" if any(table.get(f"load_in_{bits}bit") for bits in (4, 8)) else "a method without a name"
+    return str(table.get("quant_method") or table.get("quant_algo") or own) if found else None
 
 
 def is_latent(config: Config) -> bool:

@@ -27,6 +27,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2, rotary_dim": ("MiniMaxM2", {"head_dim": 128, "rotary_dim": 64}),
     "ernie, dropout": ("Ernie4_5_Moe", {}),
+    "glm4_moe, defaults": ("Glm4Moe", {}),
+    "qwen3, attn_factor": (
+        "Qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "attn_factor": 0.9,
+                "original_max_position_embeddings": 8192, "rope_theta": 1e6,
+            }
+        },
+    ),
     "exaone4, untied": ("Exaone4", {}),
 }  # fmt: skip
 """Case -> prefix of the architecture, and the keys of its config.json that are not the class's defaults."""

@@ -6,34 +6,19 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from planted_bugs import Plant, replaced, run_planted
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 BACKEND = "skyrl.backends.skyrl_train"
 PPO, WORKER, TRAINER = f"{BACKEND}.utils.ppo_utils", f"{BACKEND}.workers.worker", "skyrl.train.trainer"
 FSDP, STRATEGY = f"{BACKEND}.workers.fsdp.fsdp_worker", f"{BACKEND}.distributed.fsdp_strategy"
 WRAPPER = f"{BACKEND}.workers.megatron.megatron_model_wrapper"
 MEGATRON = f"{BACKEND}.workers.megatron.megatron_worker"
-
-
-def replaced(module: str, name: str, made: Callable[[Any], Any]) -> Plant:
-    """A bug in one function of SkyRL: `made` of the right one."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        owner = importlib.import_module(module)
-        for part in name.split(".")[:-1]:
-            owner = getattr(owner, part)
-        last = name.rsplit(".", 1)[-1]
-        patch.setattr(owner, last, made(getattr(owner, last)))
-
-    return plant
 
 
 def _groups(real: Any) -> Any:
@@ -197,14 +182,11 @@ MEGATRON_BUGS: dict[str, Plant] = {
 }  # fmt: skip
 
 
-def main(loop: str, checkpoint: str, folder: str, settings: str, *names: str) -> None:
+def main(loop: str, *told: str) -> None:
     """Run a loop once for each name, with its bug if it is one's."""
-    module, given = importlib.import_module(loop), json.loads(settings)
+    module = importlib.import_module(loop)
     kind, bugs = (module.MegatronLoop, MEGATRON_BUGS) if loop == "skyrl_megatron" else (module.Loop, FSDP_BUGS)
-    for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            bugs.get(name, lambda _: None)(patch)
-            module.train(Path(checkpoint), Path(folder) / name, kind, **given[name])
+    run_planted(partial(module.train, kind=kind), bugs, *told)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ SkyRL's config, `trainer.policy.megatron_config.tensor_model_parallel_size=2` un
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -24,17 +23,12 @@ sys.modules.setdefault("megatron.core.dist_checkpointing.strategies.base", Magic
 import torch
 import yaml
 from megatron.core import parallel_state, tensor_parallel
+from megatron_hooks import Follower, Parts
 from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper as wrapper
 from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
 from skyrl_loop import CONFIG, FLOAT32, Loop, train
 
-from verifier.export.live_weights import LiveWeights
-from verifier.export.names import layout_of
-from verifier.export.sharding import unshard
-from verifier.megatron.optimizer_megatron import named_gradients, owned_masters, torch_adams
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import read_config
-from verifier.model.provider_megatron import DataParallel, TrainerModel
 
 MEGATRON = "trainer.policy.megatron_config"
 KERNELS = {
@@ -51,24 +45,6 @@ DEFAULTS = {key: value for key, value in CONFIG.items() if value is not FLOAT32}
 """Settings beside SkyRL's defaults; gloo has no mean."""
 
 
-class Follower:
-    """Recorder of a rank whose data another rank of its model records: its copy of the weights alone."""
-
-    def __init__(self, record: Any) -> None:
-        self.weights_held = record.weights_held
-
-    def sending(self, named: Iterable[tuple[str, Any]], *_: Any, **__: Any) -> Iterable[tuple[str, Any]]:
-        """Tensors as they come."""
-        return named
-
-    def weights_exported(self, named: Iterable[tuple[str, Any]], *_: Any, **__: Any) -> None:
-        """All ranks of a model export together."""
-        list(named)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-
 class MegatronLoop(Loop):
     """The same loop on SkyRL's Megatron workers."""
 
@@ -79,10 +55,10 @@ class MegatronLoop(Loop):
     def watch(self, record: Any) -> None:
         """Hooks on the worker, the model, the strategy and the trainer."""
         given, worker = self.own.policy.megatron_config, self.worker
-        self.mesh = Mesh(
+        mesh = Mesh(
             tp=given.tensor_model_parallel_size, pp=given.pipeline_model_parallel_size, dp=worker.mesh_rank.dp_size
         )
-        self.layout = layout_of(read_config(Path(self.own.policy.model.path)))
+        self.parts = Parts(Path(self.own.policy.model.path), mesh)
         super().watch(record if worker.mesh_rank.is_collection_dp_rank() else Follower(record))
         record.megatron_config(wrapper.get_model_config(worker.actor_module[0]), worker.actor_module)
 
@@ -102,28 +78,18 @@ class MegatronLoop(Loop):
         """Hooks on the optimizer."""
         optim, own = self.own.policy.optimizer_config, self.worker.optimizer
         self.real_grads, own.prepare_grads = own.prepare_grads, self.prepare_grads
-        if self.mesh.tp * self.mesh.pp > 1:  # parts of this rank beside tensors that others have, too
+        if (watched := self.parts.adam(self.worker.actor_module, own)) is None:
             return
-        [adam] = torch_adams(own)
         self.record.optimizer(
-            adam, [(item.name, item.held) for item in owned_masters(self.parts(), own)],
-            clip_grad=optim.max_grad_norm, asked={"betas": tuple(optim.adam_betas)}, schedule="constant",
+            *watched, clip_grad=optim.max_grad_norm, asked={"betas": tuple(optim.adam_betas)}, schedule="constant",
             learning_rate=optim.lr, weight_decay=optim.weight_decay, warmup_steps=optim.num_warmup_steps,
             total_steps=10, parts=True,
-        )  # fmt: skip
-
-    def parts(self) -> TrainerModel:
-        """SkyRL's model as functions of `verifier.megatron` take one."""
-        options = DataParallel(distributed_optimizer=True)
-        return TrainerModel(
-            chunks=self.worker.actor_module, bridge=self.worker.bridge, provider=self.worker.provider, mesh=self.mesh,
-            tier="cpu", data_parallel=options, fixes=frozenset(),
         )  # fmt: skip
 
     def prepare_grads(self) -> bool:
         """Megatron's copy of gradients for the optimizer, before they are clipped."""
         found = self.real_grads()
-        self.record.gradients(self.step, self.joined(named_gradients(self.parts()), gradients=True))
+        self.record.gradients(self.step, self.parts.gradients(self.worker.actor_module))
         return found
 
     def optimizer_step(self, *args: Any, **told: Any) -> Any:
@@ -138,18 +104,7 @@ class MegatronLoop(Loop):
 
     def held(self, worker: Any) -> list[tuple[str, Any]]:
         """Weights of a worker."""
-        return self.joined(LiveWeights(worker.actor_module, None, self.mesh, self.rank).tensors())
-
-    def joined(self, tensors: Iterable[tuple[int, str, Any]], *, gradients: bool = False) -> list[tuple[str, Any]]:
-        """Whole tensors of each rank's; of what several ranks have, this one's own."""
-        every: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(every, [(*at, item.clone()) for *at, item in tensors])
-        found: dict[str, Any] = {}
-        for rank in sorted(range(self.world), key=lambda rank: rank != self.rank):
-            for chunk, name, item in every[rank]:
-                places = {place.param_name: place for place in self.layout.placements(self.mesh, rank, chunk)}
-                found.setdefault(places[name].group, (places[name], item))
-        return list(unshard(found.values(), gradients=gradients))
+        return self.parts.held(worker.actor_module)
 
     def entered(self, experience: Any, batch: Any) -> Any:
         """A micro-batch as the worker makes it, all of them before the first pass."""

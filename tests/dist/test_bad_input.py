@@ -196,7 +196,8 @@ def _cut_a_shard(copy: Path) -> str:
     shard = copy / "model-00001-of-00002.safetensors"
     size = shard.stat().st_size
     os.truncate(shard, size - 100)
-    return f"shard {shard} is truncated: {size - 100:,} bytes, its header asks for {size:,}"
+    why = "incomplete metadata, file not fully covered"
+    return f"shard {shard}, {size - 100:,} bytes, is cut or no safetensors file: {why}"
 
 
 def _index_an_absent_tensor(copy: Path) -> str:

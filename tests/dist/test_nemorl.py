@@ -16,22 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-import verifier.checks  # noqa: F401 - fills the registry
 from tests.dist import nemorl_bugs as bugs
-from tests.meta.sources import ROOT
-from verifier.core.finding import Verdict
+from tests.dist.recorded_loops import FOLDERS, caught, holds, report
 from verifier.core.stage import Stage
-from verifier.core.store import read
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
-from verifier.probe.loop_oracle import add_oracle
-from verifier.report import Report, render_text, report_of
+from verifier.report import Report
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("nemo_rl") is None, reason="needs nemo_rl: docs/probe.md"),
 ]
-FOLDERS = [str(ROOT / "docs" / "examples"), str(Path(__file__).parent)]
 MANY = {"steps": 1, "train_global_batch_size": 8}
 """Two optimizer steps on one batch."""
 KL = {**MANY, "reference_policy_kl_penalty": 0.05}
@@ -113,27 +108,14 @@ def run(alone: None, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> Judged
         trace = tmp_path / "trace"
         with (tmp_path / "said").open("w") as said, contextlib.redirect_stdout(said):
             importlib.import_module("nemorl_loop").train(checkpoint, trace, **settings)
-        add_oracle(trace, checkpoint, oracle)
-        return report_of(read(trace), "trace")
+        return report(trace, checkpoint, oracle)
 
     return judged
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_right_loop_holds(name: str, run: Judged) -> None:
-    found = run(SETTINGS[name])
-    assert found.verdict is Verdict.HOLDS, render_text(found)
-    assert not found.not_judged
-    assert {item.code for item in found.outcomes} == HELD | ({"LGP010"} if "KL" in name else set())
-
-
-def caught(found: Report, stage: Stage, code: str) -> None:
-    assert found.violated, render_text(found)
-    first = found.violated[0].finding
-    assert first is not None
-    assert first.first_bad_stage is stage, render_text(found)
-    assert code in [item.code for item in found.violated]
-    assert not [item.code for item in found.outcomes if item.error]
+    holds(run(SETTINGS[name]), HELD | ({"LGP010"} if "KL" in name else set()))
 
 
 PLANTED: dict[str, tuple[bugs.Plant, Stage, str, dict[str, Any]]] = {

@@ -6,31 +6,21 @@ What this does not exercise: GPUs, Ray, vLLM, flash-attention's packs, sequence 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import verifier.checks  # noqa: F401 - fills the registry
-from tests.meta.sources import ROOT
-from verifier.core.finding import Verdict
+from tests.dist.recorded_loops import Ran, caught, holds, report, run
 from verifier.core.stage import Stage
-from verifier.core.store import read
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
-from verifier.probe.loop_oracle import add_oracle
-from verifier.report import Report, render_text, report_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("skyrl") is None, reason="needs skyrl: docs/probe.md"),
 ]
-FOLDERS = [str(ROOT / "docs" / "examples"), str(Path(__file__).parent)]
+SCRIPT = "skyrl_bugs.py"
 ALGORITHM, OPTIMIZER = "trainer.algorithm", "trainer.policy.optimizer_config"
 OFF = f"{ALGORITHM}.off_policy_correction"
 ONE = {"steps": 1}
@@ -117,21 +107,6 @@ PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
     "mean not multiplied by the ranks": (2, ONE, Stage.ADVANTAGE, "ADV001"),
 }  # fmt: skip
 """Bug -> number of processes, settings, first bad stage, a check that sees it there."""
-Ran = Callable[[str], Report]
-
-
-def runs(
-    loop: str, checkpoint: Path, folder: Path, loops: dict[str, tuple[int, dict[str, Any]]], alone: tuple[str, ...] = ()
-) -> None:  # fmt: skip
-    """Run loops, those of a number of processes in one launch; those of `alone` in their own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_DUMP_INFRA_LOG_TO_STDOUT": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *FOLDERS, *sys.path])
-    script, settings = Path(__file__).with_name("skyrl_bugs.py"), {name: given for name, (_, given) in loops.items()}
-    parts = [[name for name in loops if loops[name][0] == size and name not in alone] for size in (1, 2)]
-    for names in filter(None, (*parts, *([name] for name in alone))):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc_per_node", str(loops[names[0]][0]), str(script), loop, str(checkpoint), str(folder)]
-        subprocess.run([*launch, json.dumps(settings), *names], env=environment, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -140,36 +115,20 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     folder = tmp_path_factory.mktemp("skyrl")
     checkpoint = write_tiny("add", folder / "checkpoint", changes={"tie_word_embeddings": False})
     tied = write_tiny("add", folder / "tied checkpoint")
-    runs("skyrl_loop", checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()})
-    runs("skyrl_loop", tied, folder, {"tied": (1, ONE)}, ("tied",))
+    run(SCRIPT, checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()}, "skyrl_loop")
+    run(SCRIPT, tied, folder, {"tied": (1, ONE)}, "skyrl_loop")
     with Oracle(checkpoint, 120.0) as oracle:
         yield lambda name: report(folder / name, tied if name == "tied" else checkpoint, oracle)
-
-
-def report(trace: Path, checkpoint: Path, oracle: Oracle) -> Report:
-    add_oracle(trace, checkpoint, oracle)
-    return report_of(read(trace), "trace")
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loop_holds(name: str, ran: Ran) -> None:
     found, (size, settings) = ran(name), RIGHT[name]
-    assert found.verdict is Verdict.HOLDS, render_text(found)
-    assert not found.not_judged
     more = {"WGT002"} if size > 1 else set[str]()
     more |= {"LGP010"} if any("use_kl" in key and value for key, value in settings.items()) else set()
     more |= {"ADV004"} if any("kl_in_reward" in key for key in settings) else set()
     more |= {"LGP012"} if any("entropy" in key for key in settings) else set()
-    assert {item.code for item in found.outcomes} == HELD | more
-
-
-def caught(found: Report, stage: Stage, code: str) -> None:
-    assert found.violated, render_text(found)
-    first = found.violated[0].finding
-    assert first is not None
-    assert first.first_bad_stage is stage, render_text(found)
-    assert code in [item.code for item in found.violated]
-    assert not [item.code for item in found.outcomes if item.error]
+    holds(found, HELD | more)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.dist.test_skyrl import ALGORITHM, HELD, HOT, KL, MANY, ONE, OPTIMIZER, Ran, caught, report, runs
-from verifier.core.finding import Verdict
+from tests.dist.recorded_loops import Ran, caught, holds, report, run
+from tests.dist.test_skyrl import ALGORITHM, HELD, HOT, KL, MANY, ONE, OPTIMIZER, SCRIPT
 from verifier.core.stage import Stage
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
-from verifier.report import render_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,18 +48,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """The report of a loop; all of them were run in as few processes as may be."""
     folder = tmp_path_factory.mktemp("skyrl")
     checkpoint = write_tiny("add", folder / "checkpoint", changes={"tie_word_embeddings": False})
-    runs("skyrl_megatron", checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()})
+    loops = RIGHT | {name: case[:2] for name, case in PLANTED.items()}
+    run(SCRIPT, checkpoint, folder, loops, "skyrl_megatron")
     with Oracle(checkpoint, 120.0) as oracle:
         yield lambda name: report(folder / name, checkpoint, oracle)
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loop_holds(name: str, ran: Ran) -> None:
-    found = ran(name)
-    assert found.verdict is Verdict.HOLDS, render_text(found)
-    assert not found.not_judged
     more = {"LGP010"} if name in ("KL", "hotter") else {"WGT002"} if name == "dp2" else set[str]()
-    assert {item.code for item in found.outcomes} == HELD | {"LGP008", "PCK002"} | more
+    holds(ran(name), HELD | {"LGP008", "PCK002"} | more)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-import verifier.checks  # noqa: F401 - fills the registry
+from tests.dist.recorded_loops import FOLDERS, caught, holds, report
 from tests.dist.verl_bugs import (
     Plant,
     adapter_before_the_last_step,
@@ -52,18 +52,15 @@ from tests.dist.verl_bugs import (
 from tests.meta.sources import ROOT
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
-from verifier.core.store import read
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
-from verifier.probe.loop_oracle import add_oracle
-from verifier.report import Report, render_text, report_of
+from verifier.report import Report, render_text
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: docs/probe.md"),
 ]
 SCRIPT = Path(__file__).with_name("verl_loop.py")
-FOLDERS = [str(ROOT / "docs" / "examples"), str(SCRIPT.parent)]
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 MANY = {"steps": 1, f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.ppo_mini_batch_size": 2}
@@ -187,22 +184,15 @@ def run(alone: None, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> Judged
     return judged
 
 
-def report(trace: Path, checkpoint: Path, oracle: Oracle) -> Report:
-    add_oracle(trace, checkpoint, oracle)
-    return report_of(read(trace), "trace")
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_right_loop_holds(name: str, run: Judged) -> None:
     found = run(SETTINGS[name])
-    assert found.verdict is Verdict.HOLDS, render_text(found)
-    assert not found.not_judged
     less = {"PCK002"} if name == "padded" else set()
     less |= {"WGT016"} if "LoRA" in name else set()
     more = {"LGP012"} if "entropy" in name else {"WGT013"} if "LoRA" in name else set()
     more |= {"LGP010"} if "KL" in name else set()
     more |= {"ADV004"} if name == "KL in the reward" else set()
-    assert {item.code for item in found.outcomes} == HELD - less | more
+    holds(found, HELD - less | more)
 
 
 @pytest.mark.parametrize("settings", [{}, KL, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}])
@@ -251,15 +241,6 @@ def in_two_processes(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(launch, env=environment, check=True, timeout=300)
     return report(trace, checkpoint, oracle)
-
-
-def caught(found: Report, stage: Stage, code: str) -> None:
-    assert found.violated, render_text(found)
-    first = found.violated[0].finding
-    assert first is not None
-    assert first.first_bad_stage is stage, render_text(found)
-    assert code in [item.code for item in found.violated]
-    assert not [item.code for item in found.outcomes if item.error]
 
 
 PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {

@@ -7,23 +7,16 @@ Megatron-FSDP, mbridge, engines of verl's rollout.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.dist.test_verl import ACTOR, FOLDERS, MANY, caught, report
-from tests.meta.sources import ROOT
-from verifier.core.finding import Verdict
+from tests.dist.recorded_loops import Ran, caught, holds, report, run
+from tests.dist.test_verl import ACTOR, MANY
 from verifier.core.stage import Stage
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Oracle
-from verifier.report import Report, render_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +64,6 @@ PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
 }  # fmt: skip
 """Bug -> number of processes, settings, first bad stage, a check that sees it there."""
 OTHER_BETAS = {**ONE, f"{ACTOR}.optim.betas": [0.9, 0.95]}
-Ran = Callable[[str], Report]
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +72,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     folder = tmp_path_factory.mktemp("verl")
     checkpoint = write_tiny("add", folder / "checkpoint")
     loops = {**RIGHT, "betas": (1, OTHER_BETAS), **{name: case[:2] for name, case in PLANTED.items()}}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *FOLDERS, *sys.path])
-    script = str(Path(__file__).with_name("verl_megatron_bugs.py"))
-    settings = json.dumps({name: given for name, (_, given) in loops.items()})
-    for size, tp in ((1, False), (2, False), (2, True)):
-        names = [name for name, case in loops.items() if case[0] == size and (TP2.items() <= case[1].items()) == tp]
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
-        subprocess.run([*launch, script, str(checkpoint), str(folder), settings, *names], env=environment, check=True)
+    run(
+        "verl_megatron_bugs.py", checkpoint, folder, loops, apart=lambda given: TP2.items() <= given.items()
+    )  # fmt: skip
     with Oracle(checkpoint, 120.0) as oracle:
         yield lambda name: report(folder / name, checkpoint, oracle)
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loop_holds(name: str, ran: Ran) -> None:
-    found = ran(name)
-    assert found.verdict is Verdict.HOLDS, render_text(found)
-    assert not found.not_judged
     more = ({"WGT002"} if RIGHT[name][0] > 1 else set()) | (set() if name == "tp2" else WATCHED)
-    assert {item.code for item in found.outcomes} == HELD | more
+    holds(ran(name), HELD | more)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -8,7 +8,6 @@ verl's config, `actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2` u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,19 +22,14 @@ sys.modules.setdefault("megatron.energon", MagicMock())  # a loader of images th
 import torch
 import verl_loop  # noqa: F401 - sets verl's platform
 from megatron.core import tensor_parallel
+from megatron_hooks import Follower, Parts
 from omegaconf import OmegaConf
 from verl.models.mcore import model_forward
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl_loop import ACTOR, COMMON, PROMPTS, Loop, losses, train
 
-from verifier.export.live_weights import LiveWeights
-from verifier.export.names import layout_of
-from verifier.export.sharding import unshard
-from verifier.megatron.optimizer_megatron import named_gradients, owned_masters, torch_adams
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import read_config
-from verifier.model.provider_megatron import DataParallel, TrainerModel
 
 MEGATRON = f"{ACTOR}.megatron"
 CONFIG = COMMON | {
@@ -70,24 +64,6 @@ def validated(config: McoreEngineConfig) -> None:
 McoreEngineConfig.__post_init__ = validated
 
 
-class Follower:
-    """Recorder of a rank whose data another rank of its model records: its copy of the weights alone."""
-
-    def __init__(self, record: Any) -> None:
-        self.weights_held = record.weights_held
-
-    def sending(self, named: Iterable[tuple[str, Any]], *_: Any, **__: Any) -> Iterable[tuple[str, Any]]:
-        """Tensors as they come."""
-        return named
-
-    def weights_exported(self, named: Iterable[tuple[str, Any]], *_: Any, **__: Any) -> None:
-        """All ranks of a model export together."""
-        list(named)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-
 class MegatronLoop(Loop):
     """The same loop on verl's Megatron engine."""
 
@@ -96,11 +72,13 @@ class MegatronLoop(Loop):
     def watch(self, record: Any) -> None:
         """Hooks on the worker, the engine and the losses."""
         given, engine = self.engine.engine_config, self.engine
-        self.mesh = Mesh(
+        mesh = Mesh(
             tp=given.tensor_model_parallel_size, pp=given.pipeline_model_parallel_size,
             dp=engine.get_data_parallel_size(),
         )  # fmt: skip
-        self.layout = layout_of(read_config(Path(engine.model_config.local_path)))
+        self.parts = Parts(
+            Path(engine.model_config.local_path), mesh, distributed_optimizer=given.use_distributed_optimizer
+        )  # fmt: skip
         self.given: dict[str, Any] = {}
         for module in engine.module:
             module.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -111,30 +89,20 @@ class MegatronLoop(Loop):
         """Hooks on the optimizer."""
         optim, engine = self.actor.optim, self.engine
         self.real_grads, engine.optimizer.prepare_grads = engine.optimizer.prepare_grads, self.prepare_grads
-        if self.mesh.tp * self.mesh.pp > 1:  # parts of this rank beside tensors that others have, too
+        if (watched := self.parts.adam(engine.module, engine.optimizer)) is None:
             return
-        [adam] = torch_adams(engine.optimizer)
         self.record.optimizer(
-            adam, [(item.name, item.held) for item in owned_masters(self.parts(), engine.optimizer)],
-            clip_grad=optim.clip_grad, asked={"betas": tuple(optim.betas)}, schedule=optim.lr_decay_style,
+            *watched, clip_grad=optim.clip_grad, asked={"betas": tuple(optim.betas)}, schedule=optim.lr_decay_style,
             learning_rate=optim.lr, weight_decay=optim.weight_decay, warmup_steps=max(optim.lr_warmup_steps, 0),
             total_steps=optim.total_training_steps, least_learning_rate=optim.min_lr,
             updates_per_rate=PROMPTS // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs,
             parts=engine.engine_config.use_distributed_optimizer,
         )  # fmt: skip
 
-    def parts(self) -> TrainerModel:
-        """verl's model as functions of `verifier.megatron` take one."""
-        options = DataParallel(distributed_optimizer=self.engine.engine_config.use_distributed_optimizer)
-        return TrainerModel(
-            chunks=self.engine.module, bridge=self.engine.bridge, provider=self.engine.provider, mesh=self.mesh,
-            tier="cpu", data_parallel=options, fixes=frozenset(),
-        )  # fmt: skip
-
     def prepare_grads(self) -> bool:
         """Megatron's copy of gradients for the optimizer, before they are clipped."""
         found = self.real_grads()
-        self.record.gradients(self.step, self.joined(named_gradients(self.parts()), gradients=True))
+        self.record.gradients(self.step, self.parts.gradients(self.engine.module))
         return found
 
     def optimizer_step(self) -> float:
@@ -143,18 +111,7 @@ class MegatronLoop(Loop):
 
     def held(self, engine: Any) -> list[tuple[str, Any]]:
         """Tensors of an engine, joined of all ranks' by the checkpoint's names, apart from Megatron-Bridge."""
-        return self.joined(LiveWeights(engine.module, None, self.mesh, self.rank).tensors())
-
-    def joined(self, tensors: Iterable[tuple[int, str, Any]], *, gradients: bool = False) -> list[tuple[str, Any]]:
-        """Whole tensors of each rank's; of what several ranks have, this one's own."""
-        every: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(every, [(*at, item.clone()) for *at, item in tensors])
-        found: dict[str, Any] = {}
-        for rank in sorted(range(self.world), key=lambda rank: rank != self.rank):
-            for chunk, name, item in every[rank]:
-                places = {place.param_name: place for place in self.layout.placements(self.mesh, rank, chunk)}
-                found.setdefault(places[name].group, (places[name], item))
-        return list(unshard(found.values(), gradients=gradients))
+        return self.parts.held(engine.module)
 
     def enter(self, module: Any, args: Any, given: dict[str, Any]) -> None:
         """What the model gets of a micro-batch."""

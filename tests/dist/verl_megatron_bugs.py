@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from planted_bugs import run_planted
 from verl_megatron import MegatronLoop, model_forward, train, transformer_impl
 
 Patch = pytest.MonkeyPatch
 ENGINE = transformer_impl.MegatronEngineWithLMHead
-
-
-def right(patch: Patch) -> None:
-    """Nothing."""
 
 
 def scaled_by_micro_batches(patch: Patch) -> None:
@@ -166,13 +162,5 @@ BUGS: dict[str, Callable[[Patch], None]] = {
 }  # fmt: skip
 
 
-def main(checkpoint: str, folder: str, settings: str, *names: str) -> None:
-    """A loop for each name, in one process group; names that are no bug's run as they are."""
-    for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            BUGS.get(name, right)(patch)
-            train(Path(checkpoint), Path(folder) / name, MegatronLoop, **json.loads(settings)[name])
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_planted(partial(train, kind=MegatronLoop), BUGS, *sys.argv[1:])

@@ -135,6 +135,10 @@ def test_an_epsilon(stated, value):
         ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, None, "fp8"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, None, "compressed-tensors"),
         ({"quantization_config": None}, None, None),
+        ({"quantization_config": {"quant_algo": "FP8", "producer": {"name": "modelopt"}}}, None, "FP8"),
+        ({"quantization_config": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}}, None, "NVFP4"),
+        ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}, None, "bitsandbytes"),
+        ({"quantization_config": {"bits": 4}}, None, "a method without a name"),
     ],
 )
 def test_dtype_and_quantization(stated, dtype, method):

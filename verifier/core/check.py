@@ -10,7 +10,7 @@ from typing import get_args
 
 from verifier.core.compare import At, Given, compare_array, compare_set, compare_text, compare_value, owner_of, times
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.condition import ALWAYS, Applies
+from verifier.core.condition import ALWAYS, Applies, Condition, Parts
 from verifier.core.finding import Finding, Outcome, Shares
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
@@ -85,10 +85,11 @@ def check(
             raise ValueError(f"check code {code} is taken by `{REGISTRY[code].name}`")
         if not fn.__doc__:
             raise ValueError(f"check {code} has no page: write the docstring first")
-        name = fn.__name__.replace("_", "-")
+        own = applies.of(needs) if isinstance(applies, Parts | Condition) else applies
         REGISTRY[code] = Check(
-            code=code, name=name, needs=needs, applies=applies, wholly=wholly, fn=fn, page=fn.__doc__
-        )
+            code=code, name=fn.__name__.replace("_", "-"), needs=needs, applies=own, wholly=wholly, fn=fn,
+            page=fn.__doc__,
+        )  # fmt: skip
         return fn
 
     return register

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from verifier.core.manifest import Manifest
@@ -31,26 +32,33 @@ class Refusal:
 
 Applies = Callable[[Manifest], Refusal | None]
 """None where a check judges a run."""
+Needs = Sequence[type[Record] | UnionType]
+"""Classes of records that a check needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """A condition; `a & b` refuses with the first that fails, `a | b` with the last."""
 
-    judge: Applies
+    judge: Callable[[Manifest, Needs], Refusal | None]
+    needs: Needs = ()
 
     def __call__(self, run: Manifest) -> Refusal | None:
         """Refuse a run, or None."""
-        return self.judge(run)
+        return self.judge(run, self.needs)
 
     def __str__(self) -> str:
         return "every run"
 
     def __and__(self, other: Condition) -> Condition:
-        return Condition(lambda run: self(run) or other(run))
+        return Condition(lambda run, needs: self.judge(run, needs) or other.judge(run, needs))
 
     def __or__(self, other: Condition) -> Condition:
-        return Condition(lambda run: self(run) and other(run))
+        return Condition(lambda run, needs: self.judge(run, needs) and other.judge(run, needs))
+
+    def of(self, needs: Needs) -> Condition:
+        """The condition of a check that needs these."""
+        return replace(self, needs=needs)
 
 
 def condition(
@@ -58,7 +66,7 @@ def condition(
 ) -> Condition:
     """Condition that holds where `test` does; `why` is the clause for a run where it does not; see `Refusal.gap`."""
 
-    def judge(run: Manifest) -> Refusal | None:
+    def judge(run: Manifest, _: Needs) -> Refusal | None:
         return None if test(run) else Refusal(why=why if isinstance(why, str) else why(run), gap=gap)
 
     return Condition(judge)
@@ -92,6 +100,10 @@ class Parts:
         names = self.conditions.keys() | other.conditions.keys()
         return Parts({part: _either(self.conditions.get(part), other.conditions.get(part)) for part in names})
 
+    def of(self, needs: Needs) -> Parts:
+        """The condition of a check that needs these."""
+        return Parts({part: item.of(needs) for part, item in self.conditions.items()})
+
     def __str__(self) -> str:
         return ", ".join(WORDS[part] for part in get_args(Part) if part in self.conditions)
 
@@ -103,16 +115,23 @@ def on(**parts: Condition) -> Parts:
 
 
 def recorded(*kinds: type[Record], gap: str = "") -> Condition:
-    """Holds for a loop that recorded all these classes, or undertook to; `gap` is the clause where that is a gap."""
-    names = [kind_of(kind) for kind in kinds]
+    """Holds for a loop that recorded all these classes, or undertook to; `gap` is the clause where that is a gap.
 
-    def judge(run: Manifest) -> Refusal | None:
+    Without classes it is all that the check needs, unions apart.
+    """
+
+    def judge(run: Manifest, needs: Needs) -> Refusal | None:
+        names = [kind_of(kind) for kind in kinds or needs if isinstance(kind, type)]
         if unbounded := [name for name in names if name in run.facts.unbounded]:
             return Refusal(why=run.facts.unbounded[unbounded[0]], gap=True)
         lacks = next((name for name in names if name not in run.facts.recorded), "")
         return Refusal(why=gap or f"the loop recorded no {lacks}", gap=bool(gap)) if lacks else None
 
     return Condition(judge)
+
+
+NEEDS = recorded()
+"""Holds for a loop that recorded all that the check needs."""
 
 
 def told(part: str, why: str) -> Condition:

@@ -233,6 +233,10 @@ def fault(reproduces: str, *targets: str, **row: Any) -> Register:
     return register
 
 
+in_training = functools.partial(fault, engine=TRAINING, model="tiny:add")
+"""Decorator like `fault` for bugs of training runs, of the smallest model."""
+
+
 def kind(*targets: str, **common: Any) -> Callable[[Callable[..., Any]], Callable[..., Register]]:
     """Make a decorator like `fault` for bugs of one kind, which share targets and some fields.
 

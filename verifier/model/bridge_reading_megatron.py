@@ -9,6 +9,7 @@ round, one that transformers ignores. A key with its default says nothing.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import inspect
 import itertools
 import json
@@ -72,7 +73,8 @@ def read_bridge(path: Path, names: Collection[str]) -> BridgeReading:
         warnings.simplefilter("ignore")
         config = AutoConfig.from_pretrained(str(path))
         bridge = bridge_of(config)._model_bridge
-        source = types.SimpleNamespace(get_all_keys=lambda: [*names])  # some mappings go by how experts are stored
+        stored = [*names]  # some mappings go by how experts are stored
+        source = types.SimpleNamespace(get_all_keys=lambda: stored, has_glob=partial(fnmatch.filter, stored))
         bridge.hf_pretrained.state = types.SimpleNamespace(source=source)
         registry = bridge.mapping_registry()
         tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -156,13 +158,21 @@ def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any
     """Keys that only transformers' model reads, and those that only the bridge's provider does, with their values."""
     from verifier.model.transformers_hf import REFUSALS
 
-    names = (read_by_model(kind) | {"tie_word_embeddings"}) - _NOT_COMPUTED
+    trees = modeling_of(kind)
+    names = {name for tree in trees for name in _read_in(tree)} - _NOT_COMPUTED | {"tie_word_embeddings"}
+    words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+    def read(value: Any) -> Any:
+        """Part of a value that the modeling code can read: a key within it, as one of the rope, is read by its name."""
+        if not isinstance(value, Mapping):
+            return value
+        return {key: read(item) for key, item in value.items() if key in words or isinstance(item, Mapping)}
 
     def both(fields: Mapping[str, Any]) -> tuple[Any, Any]:
         config = kind.from_dict(fields)
         model = {name: getattr(config, name, None) for name in names}
         provider = _plain(vars(provider_of(config)))
-        return {name: _plain(value) for name, value in model.items() if not callable(value)}, provider
+        return {name: read(_plain(value)) for name, value in model.items() if not callable(value)}, provider
 
     model, provider = both(_copied(fields))
     only_transformers, only_bridge = list[tuple[str, Any]](), list[tuple[str, Any]]()
@@ -176,13 +186,13 @@ def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any
     return tuple(only_transformers), tuple(only_bridge)
 
 
-def read_by_model(kind: type) -> frozenset[str]:
-    """Attributes that transformers' modeling code of a config's class reads, from its source."""
+def modeling_of(kind: type) -> list[ast.Module]:
+    """Source of transformers' modeling code of a config's class."""
     file = Path(inspect.getfile(kind))
     library = Path(str(metadata.distribution("transformers").locate_file("transformers")))
     own = file.with_name(file.name.replace("configuration_", "modeling_"))
     files = [own, *(library / name for name in _SHARED_READERS)]
-    return frozenset(name for path in files for name in _read_in(ast.parse(path.read_text(encoding="utf-8"))))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in files]
 
 
 def _read_in(tree: ast.AST) -> Iterator[str]:

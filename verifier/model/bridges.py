@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from verifier.errors import UsageError
 
@@ -18,10 +20,18 @@ _KIND = re.compile(r'AutoConfig\.register\("(\w+)"')
 
 
 @cache
+def _sources() -> dict[str, bool]:
+    """Architecture -> True if a bridge is registered for its name, False if for transformers' class alone."""
+    found: dict[str, bool] = {}
+    for path, text in _modules(_REGISTER[0]).items():
+        for name, by_name in _registered(ast.parse(text, path)):
+            found[name] = found.get(name, False) or by_name
+    return found
+
+
 def bridged() -> frozenset[str]:
     """Return the architectures that classes of megatron-bridge are registered for; empty where it is not installed."""
-    texts = _modules(_REGISTER[0])
-    return frozenset(name for path, text in texts.items() for name in _registered(ast.parse(text, path)))
+    return frozenset(_sources())
 
 
 @cache
@@ -39,18 +49,27 @@ def _modules(word: str) -> dict[Path, str]:
     return {path: text for path in sorted(folder.rglob("*.py")) if word in (text := path.read_text())}
 
 
-def require_bridge(architecture: str, model: object) -> None:
-    """Refuse a model of an architecture that megatron-bridge, where it is installed, has no bridge for.
+def require_bridge(config: Mapping[str, Any], model: object) -> None:
+    """Refuse a model of a config.json whose architecture megatron-bridge, where it is installed, has no bridge for.
 
     Raises:
-        UsageError: names the architecture and the model.
+        UsageError: names the architecture and the model; or the model's own code, by whose class megatron-bridge looks
+            for a bridge in the place of the architecture.
     """
-    if bridged() and architecture not in bridged():
+    architecture, sources = config["architectures"][0], _sources()
+    if sources and architecture not in sources:
         raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {model} holds")
+    code = config.get("auto_map") or {}
+    own = str(code.get("AutoModelForCausalLM") or "").rpartition(".")[2]
+    if sources and own and not sources.get(own):
+        raise UsageError(
+            f"{model} has `auto_map` in config.json, by whose {own} megatron-bridge looks for a bridge and finds none: "
+            f"remove the key, and it takes the one for transformers' {architecture}"
+        )
 
 
-def _registered(tree: ast.Module) -> list[str]:
-    """Sources of a module's registrations: strings, constants of the module, and classes by their name."""
+def _registered(tree: ast.Module) -> list[tuple[str, bool]]:
+    """Sources of a module's registrations, and whether they are names or classes: a constant stands for a name."""
     constants = {
         target.id: node.value.value
         for node in tree.body
@@ -65,4 +84,5 @@ def _registered(tree: ast.Module) -> list[str]:
     ]
     sources = [word.value for call in calls for word in call.keywords if word.arg == "source"]
     names = [source.value for source in sources if isinstance(source, ast.Constant) and isinstance(source.value, str)]
-    return names + [constants.get(source.id, source.id) for source in sources if isinstance(source, ast.Name)]
+    others = [source.id for source in sources if isinstance(source, ast.Name)]
+    return [(name, True) for name in names] + [(constants.get(name, name), name in constants) for name in others]

@@ -89,7 +89,7 @@ class Family:
     requires: Mapping[str, tuple[JSON, ...]] = field(default_factory=lambda: _NO_BIAS)
     """Key of config.json -> values under which this row describes the checkpoint; an absent key counts as None."""
     needs: tuple[str, ...] = ()
-    """Keys of config.json that must not be None."""
+    """Keys of config.json that must not be None: the row has no default for them, or another than the model's class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,20 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 FAMILIES: dict[str, Family] = {
     row.name: row
     for row in (
-        Family("qwen3", "qwen3", "Qwen3ForCausalLM", (*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP)),
+        Family(
+            "qwen3",
+            "qwen3",
+            "Qwen3ForCausalLM",
+            (*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP),
+            needs=("head_dim", "num_key_value_heads"),
+        ),
         Family(
             "qwen2",
             "qwen2",
             "Qwen2ForCausalLM",
             (*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
             requires=_PLAIN,
+            needs=("num_key_value_heads",),
         ),
         Family("llama", "llama", "LlamaForCausalLM", (*_FRAME, *_GQA, *_DENSE_MLP)),
         Family(
@@ -201,6 +208,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3MoeForCausalLM",
             (*_FRAME, *_GQA, *_QK_NORM, *_EXPERTS),
             requires={**_NO_BIAS, "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+            needs=("num_key_value_heads", "moe_intermediate_size"),
         ),
         Family(
             "deepseek-v3",
@@ -208,7 +216,7 @@ FAMILIES: dict[str, Family] = {
             "DeepseekV3ForCausalLM",
             (*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, *_SHARED_EXPERTS, *_FURTHER),
             requires={**_NO_BIAS, "num_nextn_predict_layers": (0, 1, None), "moe_layer_freq": (1, None)},
-            needs=("q_lora_rank", "n_shared_experts"),
+            needs=("q_lora_rank", "n_shared_experts", "first_k_dense_replace"),
         ),
         Family(
             "nemotron-h",
@@ -440,8 +448,9 @@ def missed_row(config: Mapping[str, JSON]) -> str:
 
 def unmet(row: Family, config: Mapping[str, JSON]) -> str:
     """Clause on the first condition of a row that a config does not meet."""
-    if config.get("architectures") != [row.architecture]:
-        return f"`architectures` = {json.dumps(config.get('architectures'))}, where it needs [{row.architecture}]"
+    names = config.get("architectures")
+    if not isinstance(names, list) or names[:1] != [row.architecture]:
+        return f"`architectures` = {json.dumps(names)}, where it needs [{row.architecture}]"
     for key, allowed in row.requires.items():
         if config.get(key) not in allowed:
             values = " or ".join("none" if value is None else json.dumps(value) for value in allowed)

@@ -167,7 +167,7 @@ def build(
 
     if dist.get_world_size() != mesh.world_size:
         raise UsageError(f"mesh {mesh.label()} needs {mesh.world_size} ranks, there are {dist.get_world_size()}")
-    bridge = _bridge(path, architecture_of(config))
+    bridge = _bridge(path, config)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -246,12 +246,12 @@ def teardown() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _bridge(path: Path | str, architecture: str) -> Any:
+def _bridge(path: Path | str, config: Mapping[str, Any]) -> Any:
     # Everything is read from the directory and nothing from a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from megatron.bridge import AutoBridge
 
-    require_bridge(architecture, path)
+    require_bridge(config, path)
     try:
         return AutoBridge.from_hf_pretrained(str(path))
     except ValueError as error:
@@ -330,7 +330,8 @@ def _require_rope(provider: Any) -> None:
         raise UsageError(
             f"the YaRN rope of config.json has no {', '.join(absent)}, for which megatron-bridge "
             f"{installed('megatron-bridge')} has no default and at whose absence megatron-core ends: state it there "
-            "(transformers takes 32 for `beta_fast`, 1 for `beta_slow`)"
+            "(transformers takes 32 for `beta_fast`, 1 for `beta_slow`, and for `truncate` true, where Megatron has "
+            "false)"
         )
 
 

@@ -22,12 +22,14 @@ from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, is_served
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import (
+    TRANSFORMERS_GELU,
     TRANSFORMERS_LATENT,
     TRANSFORMERS_ROTARY,
     TRANSFORMERS_SCAN,
     TRANSFORMERS_SOFTMAX,
 )
 from verifier.platform.upstream_fixes_transformers import (
+    activate_as_trained,
     choose_within_groups,
     norm_latents_by_config,
     rotate_by_config,
@@ -45,6 +47,7 @@ _MENDED = {
     TRANSFORMERS_LATENT: norm_latents_by_config,
     TRANSFORMERS_ROTARY: rotate_by_config,
     TRANSFORMERS_SOFTMAX: scale_softmax_by_config,
+    TRANSFORMERS_GELU: activate_as_trained,
     "gated-delta-rule": scan_by_token,
 }
 """Id of an upstream fix -> what installs it in a model; the last is of the oracle alone."""
@@ -110,7 +113,7 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
             model = auto.from_config(text if is_causal else whole, trust_remote_code=False)
     except (OSError, *REFUSALS) as error:
-        said = next(iter(str(error).splitlines()), "")
+        said = re.sub(r":\n\s+", ": ", str(error)).partition("\n")[0]
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
     if type(model).__name__.lower() != name.lower() and is_causal and text is whole:  # Phi-3.5-MoE names PhiMoE
         raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")

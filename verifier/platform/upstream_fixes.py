@@ -115,6 +115,12 @@ def _is_hybrid(model: Sizes) -> bool:
     return model.get("mamba_num_heads") is not None
 
 
+def _bends_gelu(model: Sizes) -> bool:
+    """Test for a Gemma of 2024 whose `hidden_act` is not the activation that it was trained with."""
+    trained = model.get("hidden_activation") or "gelu_pytorch_tanh"
+    return model.get("model_type") == "gemma" and model.get("hidden_act", trained) != trained
+
+
 def sums_groups(model: Sizes) -> bool:
     """Test for groups of experts that are chosen by their best one, of which Megatron adds up several."""
     by_best = model.get("topk_method") == "group_limited_greedy" and model.get("n_group", 1) > 1
@@ -144,6 +150,7 @@ TRANSFORMERS_SCAN = "transformers-47246"
 TRANSFORMERS_LATENT = "transformers-44261"
 TRANSFORMERS_ROTARY = "transformers-48241"
 TRANSFORMERS_SOFTMAX = "transformers-47435"
+TRANSFORMERS_GELU = "transformers-29402"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
@@ -241,6 +248,13 @@ FIXES: dict[str, UpstreamFix] = {
             applies=lambda model, run: (
                 model.get("model_type") == "minimax_m2" and model.get("rotary_dim") not in (None, model.get("head_dim"))
             ),
+        ),
+        _transformers(
+            id=TRANSFORMERS_GELU,
+            issue="transformers #29402",
+            summary="a Gemma of 2024 has the exact GELU that `hidden_act` names, and was trained with the approximate "
+            "one; Megatron and vLLM have that, and so does the oracle",
+            applies=lambda model, run: _bends_gelu(model),
         ),
         _megatron(
             id=MEGATRON_DECAY,

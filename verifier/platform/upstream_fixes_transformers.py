@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 
 def scan_in_one_chunk(model: nn.Module) -> None:
@@ -101,3 +102,18 @@ def rotate_by_config(model: nn.Module) -> None:
             numbers["partial_rotary_factor"] = width / config.head_dim
             made: Any = kind(config, held.device)
             module.inv_freq, module.original_inv_freq = made.inv_freq, made.original_inv_freq
+
+
+def activate_as_trained(model: nn.Module) -> None:
+    """Give a Gemma of 2024 the activation of `hidden_activation`, or the approximate GELU that it was trained with.
+
+    `hidden_act` of its first published configs says "gelu", which is the exact one.
+
+    Source:
+        transformers #29402, which the classes of 5.12.1 no longer have; docs/upstream.md does not find it when it is
+        mended.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "GemmaMLP":
+            config = cast(Any, module).config
+            module.act_fn = ACT2FN[getattr(config, "hidden_activation", None) or "gelu_pytorch_tanh"]

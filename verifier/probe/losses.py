@@ -141,7 +141,7 @@ class LossRecorder(AnswerRecorder):
             labels: of the same shape, the token that each place is to predict (already shifted), -100 for none.
             loss_mask: of the same shape, whether the token that each place predicts is in the loss.
             position_ids: of the same shape.
-            cu_seqlens: ends of the sequences of a pack, from 0.
+            cu_seqlens: ends of the sequences of a pack, from 0; one after those of the rollouts is padding.
             arguments: of the packed forward pass, by Megatron's names: cu_seqlens_q, max_seqlen_q and so on.
 
         Raises:
@@ -156,7 +156,9 @@ class LossRecorder(AnswerRecorder):
             parts = [np.arange(*pair) for pair in pairwise(ends)]
         else:
             parts = np.split(np.arange(len(tokens)), len(ids)) if len(ids) else []
-        if len(parts) != len(ids) or any(len(column) != len(tokens) for column in (*columns.values(), kept)):
+        parts, padding = parts[: len(ids)], parts[len(ids) :]
+        fits = {len(column) for column in (*columns.values(), kept)} == {len(tokens)}
+        if len(parts) != len(ids) or len(padding) > 1 or not fits:
             raise UsageError(f"a micro-batch of step {step} has {len(ids)} rollouts, its tensors other rows")
         parts = [part[kept[part]] for part in parts]
         sentinel = np.zeros(len(tokens), np.int64)
@@ -168,7 +170,8 @@ class LossRecorder(AnswerRecorder):
         count = len(self._ledgers.setdefault(step, []))
         self._ledgers[step].append(rows)
         if cu_seqlens is not None:
-            lengths, real = [own.length(str(name)) for name in ids], np.cumsum([0, *map(len, parts)]).tolist()
+            lengths = [*(own.length(str(name)) for name in ids), *map(len, padding)]
+            real = np.cumsum([0, *map(len, (*parts, *padding))]).tolist()
             self._record_pack(step, f"rollouts micro-batch {count}", lengths, real, ends, arguments or {}, len(tokens))
 
     def _record_pack(
@@ -204,7 +207,7 @@ class LossRecorder(AnswerRecorder):
             losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these. Or
                 pairs of a factor and such a tensor, for terms that the loop averages apart: the policy's, KL, entropy.
                 A factor may be a tensor, such as 1 over the weight of a mean that the loop multiplies into advantages.
-            ids: of the rollout of each row.
+            ids: of the rollout of each row. Tensors may be [N], a value for each token of these rollouts' responses.
             mask: [B, T] tokens in the loss, of each row those of its rollout in order; by default the row has a place
                 for each token of the response, or of the rollout, or for all but the first, from the left.
             entropies: [B, T] entropy at each token, if it is in the loss, with a gradient.
@@ -227,22 +230,26 @@ class LossRecorder(AnswerRecorder):
         shapes = {item.shape for _, item in terms}
         if not (losses.requires_grad and logprobs.requires_grad) or shapes != {logprobs.shape}:
             raise UsageError("`token_losses` takes tensors of one shape that the loss is differentiated by")
-        shape = tuple(losses.shape)
+        shape, names = tuple(losses.shape), [*map(str, ids)]
         rows = np.zeros(shape, bool) if mask is None else row_of(mask, np.int64).reshape(shape) != 0
+        ends = np.cumsum([len(own.tokens.responses[own.number(name)]) for name in names])
+        parts = np.split(rows, ends) if len(shape) == 1 else [*rows[: len(names)], rows[:0]]  # each is a view
+        if len(parts) != len(names) + 1 or parts.pop().size or (len(shape) == 1 and ends[-1:].sum() != len(rows)):
+            raise UsageError(f"`token_losses` has tensors {list(shape)} of {len(names)} rollouts of other lengths")
         sentinel = []
-        for number, name in enumerate(map(str, ids)):
+        for part, name in zip(parts, names, strict=True):
             in_loss = own.in_loss(name)
             if mask is None:
-                at = own.positions(name, min(shape[1], own.length(name)), "token_losses", shortest=True)
-                rows[number, : len(at)] = np.isin(at, in_loss)
-            found = int(rows[number].sum())
+                at = own.positions(name, min(len(part), own.length(name)), "token_losses", shortest=True)
+                part[: len(at)] = np.isin(at, in_loss)
+            found = int(part.sum())
             places = np.concatenate([in_loss, np.zeros(max(found - len(in_loss), 0), np.int64)])[:found]
             sentinel.append((own.number(name) + 1 << POSITION_BITS) + places)
         columns = {}
         for key, given in (("divisor", old), ("advantage", advantages), ("reference", reference)):
             if given is not None:
                 values = np.asarray(on_host(given).double(), np.float64)
-                columns[key] = np.broadcast_to(values.reshape(shape[0], -1), shape)[rows]
+                columns[key] = np.broadcast_to(values.reshape(shape[0], *[-1] * (len(shape) - 1)), shape)[rows]
         micro = _Micro(np.concatenate(sentinel or [np.zeros(0, np.int64)]), rows, columns, scale)
         columns["loss"] = sum(np.asarray(on_host(each * item).double(), np.float64)[rows] for each, item in terms)
         told = {"current": logprobs, "loss": losses, "entropy": entropies}

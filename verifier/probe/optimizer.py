@@ -123,7 +123,8 @@ class OptimizerRecorder(LossRecorder):
             weight_decay: that the loop's config asks for.
             first_rate_step: 0 where the first step has the rate of step 0, as transformers' schedulers give it; 1 where
                 it has that of step 1.
-            vectors_decay: whether norms and biases decay as matrices do; None where that is not judged.
+            vectors_decay: whether norms and biases decay as matrices do; None where that is not judged, as of parts,
+                which are flat.
             divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks, and
                 for the weights of tokens (ADV001) that of ranks with rollouts of their own.
             updates_per_rate: optimizer steps in each step of the schedule and of `scheduler`, as verl's in a batch of
@@ -158,13 +159,14 @@ class OptimizerRecorder(LossRecorder):
                 "clip_grad": clip_grad,
                 "behind": 1 - first_rate_step,
                 "updates_per_rate": updates_per_rate,
-                "vectors_decay": vectors_decay,
+                "vectors_decay": None if parts else vectors_decay,
             }
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for item in self._owned:
-            # FSDP2 gives a shard its gradient past autograd, and masters of their own get it as a copy.
-            if item.parameter.requires_grad and not is_sharded(item.parameter):
+            # FSDP2 gives a shard its gradient past autograd, and masters of their own get it as a copy. torch 2.11 ends
+            # the process where a hook is put on a view whose base was written since, as Megatron's float32 masters are.
+            if item.parameter.is_leaf and item.parameter.requires_grad and not is_sharded(item.parameter):
                 item.parameter.register_hook(lambda found, name=item.name: self._passed(name, found))
 
     @property

@@ -297,7 +297,8 @@ class StepRecorder(ABC):
         ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
         ddof: int | None = None, penalties: Sequence[float] = (), kl_weight: float = 0.0, kl_kind: str = "k3",
         others: Sequence[tuple[Any, float, float, int]] = (), weights: Rows = (), weight_level: str = "",
-        weight_cap: float = math.inf, masks: Sequence[tuple[str, float, float]] = (), rejected: Rows = (),
+        weight_cap: float = math.inf, weight_floor: float = 0.0, masks: Sequence[tuple[str, float, float]] = (),
+        rejected: Rows = (),
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -324,6 +325,7 @@ class StepRecorder(ABC):
                 multiplied by.
             weight_level: ratio that they are of: "token", "sequence", or "geometric", the geometric mean.
             weight_cap: greatest weight.
+            weight_floor: least weight.
             masks: of tokens by importance: level as `weight_level`, least and greatest ratio that stay. Or a level of
                 the KL estimates of the engine from "old" and their bounds in nats: "token_k1", "sequence_k2" (their
                 sum), "geometric_k3" (their mean), "greatest_k3". The factor of a token that a mask does not keep is 0.
@@ -360,7 +362,8 @@ class StepRecorder(ABC):
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
         if weights:
             own.factor = tokens.column(weights, "weights", fill=1.0, dtype=np.float64)
-            own.policy |= {"weight_level": weight_level, "weight_cap": real(weight_cap)}
+            limits = {"weight_floor": real(weight_floor), "weight_cap": real(weight_cap)}
+            own.policy |= {"weight_level": weight_level, **limits}
         if len(rejected):
             own.rejected = tokens.column(rejected, "rejected", fill=0, dtype=bool)
             own.policy["rejects"] = True

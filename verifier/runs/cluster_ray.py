@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -24,6 +24,9 @@ from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
 from verifier.launch.watchdog import Vigil
 from verifier.runs.node_servers import EngineNode, TrainerNode, identity, raylet_end
+
+if TYPE_CHECKING:
+    from verifier.runs.resources import Deadline
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
@@ -157,8 +160,11 @@ class ClusterEngine:
     """
 
     def __init__(self, actor: Actor, started: tuple[str, int]) -> None:
-        self._actor = actor
+        self._actor, self.vigil = actor, Vigil()
         self.socket_path, self.pid = started
+
+    def watch(self, on: bool) -> None:
+        """See `EngineProcess.watch`; the cluster looks for the death of one."""
 
     def ended(self, within_s: float) -> bool:
         """Wait at most so many seconds for its end; True if it has ended."""
@@ -192,6 +198,7 @@ class Cluster(Launcher):
         self._raylets = Raylets()
         self._trainers: list[Actor] = []
         self._engines: list[Actor] = []
+        self._started: list[ClusterEngine] = []
 
     def actors(self, kind: type, role: str) -> list[Actor]:
         """Start an actor of a kind on every node; it has a method `close`."""
@@ -226,21 +233,26 @@ class Cluster(Launcher):
         while self._trainers:
             self._trainers.pop().end("close")
 
-    def engines(self, configs: Sequence[EngineConfig], deadline_s: float, *, watched: bool) -> list[ClusterEngine]:
+    def engines(self, configs: Sequence[EngineConfig], until: Deadline, *, watched: bool) -> list[ClusterEngine]:
         """Start engines, see `node_of`, and wait until all have loaded their model.
 
-        Their start may take `deadline_s`. If they are `watched`, the death of one ends the waits for ranks.
+        If they are `watched`, the death of one ends the waits for ranks.
         """
-        starting = []
+        starting, deadline_s = [], until.left("the engine was started")
         for number, config in enumerate(configs):
             place = node_of(number, len(self._nodes))
             name = "the engine" if len(configs) == 1 else f"engine {number} ({self._name(place)})"
             host = self._addresses[place] if place else ""
             actor = self._actor(EngineNode, "engine", self._nodes[place])
             starting.append((actor, actor.start("start", config, name, host, deadline_s)))
-        found = [ClusterEngine(actor, actor.answer(reference, deadline_s + _ACTOR_S)) for actor, reference in starting]
+        self._started = [ClusterEngine(actor, actor.answer(ref, deadline_s + _ACTOR_S)) for actor, ref in starting]
         self._engines += [actor for actor, _ in starting] if watched else []
-        return found
+        return self._started
+
+    def stop_engines(self) -> None:
+        """End the engines that were started last, dead or alive."""
+        for engine in self._started:
+            engine.end()
 
     def _on_host(self, place: int, world_size: int) -> range:
         """Ranks on the host of a node: those of all nodes with its address, which follow each other."""

@@ -44,6 +44,8 @@ _PLACED = re.compile(
 """Names of tensors that `checkpoint_places` finds in transformers' models."""
 _TEXT_TRAINED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 """Architectures with parts that read images, of which the text model is trained and the rest is exported as it is."""
+_PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
+"""Keys of config.json for the parts of a model of more than text."""
 WRITTEN = "hand-written row"
 DERIVED = "derived from a numbered checkpoint, proven by tiling and the forward"
 
@@ -144,7 +146,7 @@ def require_buildable(model: str, sizes: Mapping[str, Any], tier: Tier) -> None:
     Raises:
         UsageError: megatron-bridge has no bridge for the architecture, or the CPU tier no stand-in for a kind of layer.
     """
-    require_bridge(architecture_of(sizes), model)
+    require_bridge(sizes, model)
     if tier == "cpu":
         require_stand_ins(sizes)
 
@@ -194,10 +196,11 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
         UsageError: the engine, the tier or the model's own sizes do not allow what was asked.
     """
     on_cpu = tier == "cpu"
-    if sizes.get("text_config") and architecture_of(sizes) not in _TEXT_TRAINED:
+    parts = [key for key in _PARTS if sizes.get(key)]
+    if parts and architecture_of(sizes) not in _TEXT_TRAINED:
         raise UsageError(
             f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
-            "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
+            f"(`{parts[0]}` in config.json): use verifier golden, or a folder of its text model alone"
         )
     require_computed(sizes)
     require_room(sizes, max(MAX_MODEL_LEN, config.length + 1))

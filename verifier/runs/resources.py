@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +162,15 @@ class Resources:
                 until_ready.pop_all()
             self._stack.callback(self.stop_engine, config)  # before what it was forked from
         return self._engines[config]
+
+    def engines(self, configs: Sequence[EngineConfig], until: Deadline, *, watched: bool) -> list[EngineProcess]:
+        """Running engines; the death of one ends the waits of the others if they are `watched`."""
+        found = []
+        for config in configs:
+            name = "the engine" if len(configs) == 1 else f"engine {config.replica}"
+            found.append(self.engine(config, until, name).process)
+            found[-1].watch(watched)
+        return found
 
     def _process(self, config: EngineConfig, until: Deadline, name: str) -> EngineProcess:
         """A process that begins to be this engine."""

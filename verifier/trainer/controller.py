@@ -24,7 +24,7 @@ from verifier.trainer import model_files
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.checkpoint_folder import Continuation
-from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
+from verifier.trainer.engines import RESTARTS, Engines, Revival, gone
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -191,13 +191,10 @@ class Trainer:
             self._rollouts.engine_config(gpus, fixes, number, tier=self._tier, lent=lent)
             for number, gpus in enumerate(places)
         ]
-        given = (self._until, self._rollouts.deadline_s, self._progress)
-        restarts = RESTARTS if self._placement.transport == "gloo" else 0
-        engine: Engines
-        if self._cluster is not None:
-            engine = ClusterEngines(asked, self._cluster, *given, restarts=restarts)
-        else:
-            engine = HostEngines(asked, resources, *given, restarts=restarts)
+        engine = Engines(
+            asked, self._cluster or resources, self._until, self._rollouts.deadline_s, self._progress,
+            restarts=RESTARTS if self._placement.transport == "gloo" else 0,
+        )  # fmt: skip
         stack.callback(engine.close)
         return engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.engine.process import EngineProcess
 from verifier.engine.replicas import clients_of
 from verifier.errors import InternalError
-from verifier.launch.watchdog import Vigil
 from verifier.runs.resources import Deadline, Resources
 
 if TYPE_CHECKING:
-    from verifier.runs.cluster_ray import Cluster, ClusterEngine
+    from verifier.runs.cluster_ray import Cluster
 
 RESTARTS = 3
 """Restarts of engines that a run may have."""
@@ -26,23 +23,23 @@ DEATH_S = 5.0
 """Seconds from the end of a connection to that of a process, which ends its workers first."""
 
 
-class Engines(abc.ABC):
+class Engines:
     """Engines whose death ends no run: all are started again, and get the weights that they held.
 
-    One request may take `deadline_s`. With no `restarts` left, a death ends what the run waits for, at once.
+    `source` starts and ends them, on this host or on the nodes of a cluster. One request may take `deadline_s`. With no
+    `restarts` left, a death ends what the run waits for, at once.
 
     Attributes:
         restarted: restarts that the run has had.
     """
 
     def __init__(
-        self, asked: Sequence[EngineConfig], until: Deadline, deadline_s: float, progress: Callable[[str], None], *,
-        restarts: int,
+        self, asked: Sequence[EngineConfig], source: Resources | Cluster, until: Deadline, deadline_s: float,
+        progress: Callable[[str], None], *, restarts: int,
     ) -> None:  # fmt: skip
-        self._asked, self._until, self._deadline_s = asked, until, deadline_s
+        self._asked, self._source, self._until, self._deadline_s = asked, source, until, deadline_s
         self._progress, self._restarts, self.restarted = progress, restarts, 0
-        self._open, self._vigil = contextlib.ExitStack(), Vigil()
-        self._running: Sequence[EngineProcess] | Sequence[ClusterEngine] = ()
+        self._open = contextlib.ExitStack()
         self._start()
 
     @property
@@ -58,7 +55,7 @@ class Engines(abc.ABC):
     def client(self) -> EngineClient:
         """A new connection of the controller, in the place of the one before."""
         self._open.close()
-        client = clients_of(self.sockets, self._deadline_s, self._vigil)
+        client = clients_of(self.sockets, self._deadline_s, self._running[0].vigil)
         return self._open.enter_context(contextlib.closing(client))
 
     def restart(self, why: EngineGone) -> None:
@@ -76,20 +73,18 @@ class Engines(abc.ABC):
         reason = str(why).partition("\n")[0].removesuffix("; its last words:")
         self._progress(f"{reason}: starting it again (restart {self.restarted} of {self._restarts})")
         self._open.close()
-        self._stop()  # one that lives may wait for what the dead one was to send
+        self._source.stop_engines()  # one that lives may wait for what the dead one was to send
         self._start()
 
     def close(self) -> None:
-        """Leave them to who ends them."""
+        """Leave them to who ends them, and have a death end their waits again."""
         self._open.close()
+        for process in self._running:
+            process.watch(True)
 
-    @abc.abstractmethod
     def _start(self) -> None:
         """Start all of them, and wait until they have loaded their model."""
-
-    @abc.abstractmethod
-    def _stop(self) -> None:
-        """End all of them, dead or alive."""
+        self._running = self._source.engines(self._asked, self._until, watched=not self._restarts)
 
     def _ended(self) -> bool:
         """Wait a little for the end of one of them; True if it has ended."""
@@ -98,48 +93,6 @@ class Engines(abc.ABC):
             if time.monotonic() > until:
                 return False
         return True
-
-
-class HostEngines(Engines):
-    """Engines on this host, which `resources` start and end; see `Engines`."""
-
-    def __init__(self, asked: Sequence[EngineConfig], resources: Resources, *given: Any, restarts: int) -> None:
-        self._resources = resources
-        super().__init__(asked, *given, restarts=restarts)
-
-    def close(self) -> None:
-        """Leave them to their resources, and have a death end their waits again."""
-        super().close()
-        for process in self._processes:
-            process.watch(True)
-
-    def _start(self) -> None:
-        self._processes = self._running = list[EngineProcess]()
-        for config in self._asked:
-            name = "the engine" if len(self._asked) == 1 else f"engine {config.replica}"
-            self._processes.append(self._resources.engine(config, self._until, name).process)
-            self._processes[-1].watch(not self._restarts)
-        self._vigil = self._processes[0].vigil
-
-    def _stop(self) -> None:
-        for config in self._asked:
-            self._resources.stop_engine(config)
-
-
-class ClusterEngines(Engines):
-    """Engines of a cluster, each behind an actor of Ray on its node; see `Engines`."""
-
-    def __init__(self, asked: Sequence[EngineConfig], cluster: Cluster, *given: Any, restarts: int) -> None:
-        self._cluster = cluster
-        super().__init__(asked, *given, restarts=restarts)
-
-    def _start(self) -> None:
-        left = self._until.left("the engine was started")
-        self._engines = self._running = self._cluster.engines(self._asked, left, watched=not self._restarts)
-
-    def _stop(self) -> None:
-        for engine in self._engines:
-            engine.end()
 
 
 class Revival:

@@ -1,4 +1,4 @@
-"""Weight sync of a training run, on one rank: export, chunk plan, and verified transfer to the engine."""
+"""Weight sync of a training run, on one rank: export, chunk plan, and verified transfer; or an adapter as a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from verifier.config.lora import LoraOptions
 from verifier.engine import sender
-from verifier.engine.client import EngineGone
+from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.link_megatron import EngineLink
 from verifier.errors import ContractError
 from verifier.export import gather_megatron
@@ -27,7 +27,7 @@ from verifier.megatron.lora_megatron import LoraSpec
 from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
-from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
+from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, ChunkPlan, chunk_bytes_of, plan_of
 from verifier.platform.gather_json import agree
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, TransferObserver
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
 
 class WeightSync:
-    """Link of one rank to the engine, and the plan by which weights travel. Every method is a collective.
+    """Link of one rank to the engines, by which they get each version. Every method is a collective.
 
-    The engine began with `source`. An export adds `adapters`, if there are any, to the base. `run` is the
-    folder that all nodes see.
+    Weights travel by a chunk plan, into an engine that is poisoned and began with `source`; of a model with `adapters`
+    they are added to the base. An engine that keeps the base is `given_adapters` alone, each a file that has its
+    version's name; requests keep theirs. `run` is the folder that all nodes see.
 
     Attributes:
         facts: metrics of the last sync.
@@ -50,14 +51,16 @@ class WeightSync:
 
     def __init__(
         self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None, observer: RankObserver,
-        run: Path,
+        run: Path, *, given_adapters: bool,
     ) -> None:  # fmt: skip
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
-        self._observer, self._run = observer, run
+        self._observer, self._run, self._folder = observer, run, run / "adapters"
+        self._given = adapters if given_adapters else None
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
         self.lost = ""
         self._link = EngineLink()
+        self._plan: ChunkPlan | None = None
         self._open = contextlib.ExitStack()
 
     def connect(self, sockets: Sequence[str], options: SamplingOptions, transport: str, deadline_s: float) -> None:
@@ -68,44 +71,56 @@ class WeightSync:
         Raises:
             ContractError: the ranks hold different plans, so nothing is sent.
         """
-        self.close()
+        self._open.close()
         self._link, self.lost = EngineLink.of(transport, options.sleep_level), ""
         self._num_ranks = options.ranks * options.replicas
         met = partial(self._observer.on_connect, sleeps=bool(options.sleep_level))
-        if self._rank == 0:
+        if self._rank:
+            met(None)
+        else:
             try:
-                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met, shared=self._run)
+                if self._given is None:
+                    told = (self._num_ranks, transport, deadline_s, met)
+                    self._link.connect(self._open, sockets, *told, shared=self._run)
+                else:
+                    client = self._link.client = EngineClient(sockets[0], deadline_s)
+                    self._open.callback(client.close)
+                    met(client)
             except EngineGone as problem:
                 self.lost = str(problem)
-        else:
-            met(None)
-        chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
-        self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
-        if not agree(self._plan.digest):
-            raise ContractError("the ranks hold different chunk plans: nothing is sent")
+        if self._given is None:
+            chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
+            self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
+            if not agree(self._plan.digest):
+                raise ContractError("the ranks hold different chunk plans: nothing is sent")
 
     def sync(
         self, version: int, note: Note | None, running: sender.Running = "none", *, again: bool = False,
         first: bool = False,
     ) -> str:  # fmt: skip
-        """Poison all that the engine holds, and send every weight.
+        """Have the engines sample by a version from now on.
 
         `running` says what becomes of the keys and values of requests meanwhile, `again` that the engine died in this
         sync before, and `first` that these weights sample the step of the note, and were not made by it. Returns on
         rank 0 why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
-        self.facts, link = {}, self._link
+        self.facts, path = {}, self._folder / f"version-{version:06d}"
         transfer = Transfer(
-            version=version, note=note, client=link.client, num_ranks=self._num_ranks, plan=self._plan,
+            version=version, note=note, client=self._link.client, num_ranks=self._num_ranks, plan=self._plan,
             running=running, again=again, first=first,
         )  # fmt: skip
         watch = self._observer.on_transfer(transfer)
-        stream = watch.exported(self._stream(watch))
+        stream: Stream = iter(())
+        if self._given is None:
+            stream = watch.exported(self._stream(watch))
+        else:
+            with label("export of the adapter"):
+                watch.on_adapter(path, self._given.save(path))
         with watch:
             try:
-                self._send(stream, watch, running)
-                watch.on_sent(link.refused)
-                return link.refused
+                refused = self._give(path) if self._plan is None else self._send(self._plan, stream, watch, running)
+                watch.on_sent(refused)
+                return refused
             except EngineGone as problem:
                 self.lost = str(problem)
                 for _ in stream:  # the other ranks draw it whole, and it is not recorded again
@@ -113,12 +128,26 @@ class WeightSync:
         watch.on_lost()
         return ""
 
-    def _send(self, stream: Stream, watch: TransferObserver, running: sender.Running) -> None:
+    def _send(self, plan: ChunkPlan, stream: Stream, watch: TransferObserver, running: sender.Running) -> str:
         began, link = time.monotonic(), self._link
-        link.transfer(self._plan, stream, watch, running, self.before_caches)
+        link.transfer(plan, stream, watch, running, self.before_caches)
         if not link.refused:
-            sent = sum(sum(chunk.sizes) for chunk in self._plan.chunks)
+            sent = sum(sum(chunk.sizes) for chunk in plan.chunks)
             self.facts = {**self.facts, "sent_gb": sent / 1e9, "transfer_s": time.monotonic() - began}
+        return link.refused
+
+    def _give(self, path: Path) -> str:
+        """Have the engine load an adapter, whose files replace those of versions before it."""
+        if self._link.client is None:
+            return ""
+        try:
+            self._link.client.load_adapter(path)
+        except ContractError as problem:
+            return str(problem)
+        for other in self._folder.glob("version-*"):
+            if other != path:
+                shutil.rmtree(other)
+        return ""
 
     def rest(self, level: int | None = None) -> None:
         """Let the engine sleep while the trainer steps, if it was started so; see `EngineLink.rest`."""
@@ -127,10 +156,6 @@ class WeightSync:
     def wake(self) -> None:
         """Wake an engine that kept its weights on the host."""
         self._link.wake()
-
-    def close(self) -> None:
-        """Leave the transfer group."""
-        self._open.close()
 
     def _stream(self, watch: TransferObserver) -> Stream:
         """The export; of adapters, rank 0 measures what adding them to matrices of the weights' type rounds away."""

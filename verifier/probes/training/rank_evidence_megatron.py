@@ -46,7 +46,7 @@ from verifier.stages.train.probe_adam_audit_megatron import Audits, groups_of
 from verifier.stages.train.probe_gradient_products_megatron import compares_products
 from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence, HandOn, router_balance
 from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep, UpdatedShard
-from verifier.stages.transport.probe_megatron import AdapterTransfer, WeightTransfer, held_adapter
+from verifier.stages.transport.probe_megatron import TransferEvidence, held_adapter
 from verifier.trainer.observer import (
     Note,
     RankObserver,
@@ -179,12 +179,10 @@ class RankEvidence(RankObserver):
         if transfer.first:
             self._sent_first = transfer.version
         done = self.close if not transfer.first else lambda: None
-        if transfer.plan is None:
-            return AdapterTransfer(self, transfer, probe, self._held, done)
-        if parts.rank == 0 and not self.expected:
+        if transfer.plan is not None and parts.rank == 0 and not self.expected:
             self.expected = list(source_tensors(parts.source))
         cuts = parts.adapters is None and cuts_exports(parts.config, parts.tier, parts.source.num_bytes)
-        return WeightTransfer(self, transfer, probe, self._held, done, parts.live if cuts else None)
+        return TransferEvidence(self, transfer, probe, self._held, done, parts.live if cuts else None)
 
     def look(self, version: int, trace: str) -> str:
         """Record what engines hold, beside the weights of a version; rank 0 returns why one is gone, empty if not."""

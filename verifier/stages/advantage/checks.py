@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, times
-from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.core.condition import NEEDS, condition, knob, on, recorded, told
 from verifier.stages.advantage.records import ESTIMATORS, Advantages, LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
 from verifier.stages.checks_parts import parts_of
@@ -309,7 +309,7 @@ def _policy_inputs(
         yield compare_value(item, f"{name} (mask)", found, right, same=not wrong.size, sentence=sentence, hint=hint)
     weight = np.ones(len(kept))
     if item.weight_level:
-        weight = np.minimum(_level(difference, item.weight_level), float(item.weight_cap))
+        weight = _level(difference, item.weight_level).clip(float(item.weight_floor), float(item.weight_cap))
     whole, in_batch = advantage * weight[stays], kept[stays] | item.rejects
     expected, actual = np.where(in_batch, whole, 0.0), rows["advantage"][mask]
     other = np.where(certain[stays] | item.rejects, expected, np.where(in_batch, 0.0, whole))  # rounding decides
@@ -366,13 +366,9 @@ IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo
 
 
 @check(
-    "ADV004",
-    needs=(Advantages, PolicyColumns),
-    applies=on(
-        step=GRPO & REFERENCE & IN_REWARD,
-        loop=recorded(Advantages, PolicyColumns) & told("penalties", "no KL penalty in the reward"),
-    ),
-)
+    "ADV004", needs=(Advantages, PolicyColumns),
+    applies=on(step=GRPO & REFERENCE & IN_REWARD, loop=NEEDS & told("penalties", "no KL penalty in the reward")),
+)  # fmt: skip
 def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
 
@@ -427,7 +423,7 @@ WEIGHT_ROUNDINGS = 16
 """Roundings of a weight in the dtype of a loss whose backward pass says it: mask, means, sums, and a scale."""
 
 
-@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=recorded(LossColumns)))
+@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=NEEDS))
 def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     """The weight of every token is what the aggregation makes of the masks of the whole batch.
 

@@ -53,6 +53,7 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     weight_level: str
     """Level of importance weights; empty: none."""
     weight_cap: Real
+    weight_floor: Real = 0.0
     masks: tuple[tuple[str, Real, Real], ...] = ()
     """Importance masks: level of a ratio, or of KL estimates as "token_k3"; the least and the greatest that stay."""
     rejects: bool = False

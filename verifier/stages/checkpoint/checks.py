@@ -9,7 +9,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, condition, knob, on, recorded
+from verifier.core.condition import ALWAYS, NEEDS, condition, knob, on, recorded
 from verifier.stages.checkpoint.records import LoadedElements, LoadedState, SavedState, WrittenTensors
 from verifier.stages.checks_conditions import RESUMED, STORED, UPDATED
 from verifier.stages.checks_content import compare_contents
@@ -77,7 +77,7 @@ def _shown(part: str, bits: int) -> str:
     return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
-@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED, loop=recorded(WrittenTensors)))
+@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED, loop=NEEDS))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 

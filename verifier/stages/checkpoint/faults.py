@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, fault
+from verifier.faults.fault import Call, in_training
 from verifier.mesh import Mesh
 
 CHECKPOINT = "verifier.megatron.checkpoint_megatron"
 LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
 RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
-ROW: dict[str, Any] = {
-    "stage": Stage.CHECKPOINT, "caught_by": ("CKP001",), "engine": TRAINING, "model": "tiny:add",
-    "training": ("dtype=bf16",),
-}  # fmt: skip
+on_resume = functools.partial(in_training, stage=Stage.CHECKPOINT, caught_by=("CKP001",), training=("dtype=bf16",))
 
 
-@fault("areal-project/AReaL#1468", RESTORE_OPTIMIZER, **{**ROW, "mesh": Mesh(tp=2), "saved_on": Mesh(dp=2)})
+@on_resume("areal-project/AReaL#1468", RESTORE_OPTIMIZER, mesh=Mesh(tp=2), saved_on=Mesh(dp=2))
 def moments_not_loaded_on_another_mesh(call: Call) -> None:
     """A run goes on with another mesh, whose load has no place for the moments yet, and they begin again at zero."""
     call.faulty()
@@ -29,14 +27,14 @@ def moments_not_loaded_on_another_mesh(call: Call) -> None:
             state["exp_avg_sq"].zero_()
 
 
-@fault("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER, **ROW)
+@on_resume("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER)
 def masters_rounded_by_load(call: Call) -> None:
     """The fp32 masters are made from the bf16 weights after the load, and lose their low bits."""
     call.faulty()
     call.optimizer.reload_model_params()
 
 
-@fault("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", **{**ROW, "mesh": Mesh(tp=2)})
+@on_resume("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", mesh=Mesh(tp=2))
 def random_states_of_another_rank(call: Call) -> None:
     """Random states are saved once, as if every rank had the same, and all ranks go on with those of the first."""
     import torch.distributed as dist
@@ -55,10 +53,7 @@ SAVE = (
 )
 
 
-@fault(
-    "NVIDIA-NeMo/RL#3312", SAVE,
-    **{**ROW, "caught_by": ("CKP004",), "training": ("dtype=bf16", "checkpoint.asynchronous=true")},
-)  # fmt: skip
+@on_resume("NVIDIA-NeMo/RL#3312", SAVE, caught_by=("CKP004",), training=("dtype=bf16", "checkpoint.asynchronous=true"))
 def moments_written_from_where_they_were(call: Call) -> Any:
     """The writer keeps handles of memory that the moments have left, and writes what they were when the run began."""
     for item in _moments(call.sharded_state_dict):
@@ -91,9 +86,9 @@ MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 """Rates by which the last step moves the weights too."""
 
 
-@fault(
+@on_resume(
     "NVIDIA/Megatron-LM#5077", "verifier.megatron.checkpoint_megatron:_offsets_without_padding(optimizer)",
-    **{**ROW, "model": "tiny:add-deepseek", "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
+    model="tiny:add-deepseek", mesh=Mesh(dp=2), caught_by=("CKP004",), training=MOVING,
 )  # fmt: skip
 @contextlib.contextmanager
 def states_cut_with_the_padding(call: Call) -> Iterator[None]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import on, recorded, told
+from verifier.core.condition import NEEDS, on, recorded, told
 from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.knob import flat
 from verifier.stages.advantage.records import Advantages, PolicyColumns
@@ -382,13 +382,9 @@ def _flag(asked: SamplingAsked, name: str, last: Sequence[int], truncated: bool)
 
 
 @check(
-    "DAT007",
-    needs=(SamplingAsked, Advantages),
-    applies=on(
-        step=LIVE,
-        loop=recorded(SamplingAsked, Advantages) & told("sizes", "the loop does not say how many answers it asks for"),
-    ),
-)
+    "DAT007", needs=(SamplingAsked, Advantages),
+    applies=on(step=LIVE, loop=NEEDS & told("sizes", "the loop does not say how many answers it asks for")),
+)  # fmt: skip
 def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
     """A live batch has the prompts, and of each prompt the answers, that were asked of the engine.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import Comparison, Stage, Trace, check, compare_text, compare_value
-from verifier.core.condition import condition, on, recorded
+from verifier.core.condition import NEEDS, condition, on, recorded
 from verifier.core.seal import seal_of_reward
 from verifier.stages.checks_conditions import EVALUATED, EXAMINED, LIVE, READ_AGAIN, SFT
 from verifier.stages.data.records import (
@@ -141,11 +141,7 @@ def _text(item: TokensRead, name: str, scored: str, text: str) -> Comparison:
     return compare_text(item, f"{name} (text)", scored, text, subject=subject, says=says, hint=hint)
 
 
-@check(
-    "DAT009",
-    needs=(RolloutTexts, DataOrder, GivenRewards),
-    applies=on(step=LIVE, loop=recorded(RolloutTexts, DataOrder, GivenRewards)),
-)
+@check("DAT009", needs=(RolloutTexts, DataOrder, GivenRewards), applies=on(step=LIVE, loop=NEEDS))
 def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
     """Every rollout's tokens are its own example's prompt and the text that was scored, against its own gold answer.
 
@@ -251,7 +247,7 @@ def _says(question: str, rendered: str, begin: str) -> bool:
 EVALUATED = condition("no problem is held out in this step", lambda run: run.facts.evaluated)
 
 
-@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED, loop=recorded(HeldOutRead)))
+@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED, loop=NEEDS))
 def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     """No problem of the evaluation is a question that is trained on.
 
@@ -271,11 +267,7 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
             )
 
 
-@check(
-    "DAT016",
-    needs=(HeldOutRead, EvaluatedAnswers),
-    applies=on(step=EXAMINED & EVALUATED, loop=recorded(HeldOutRead, EvaluatedAnswers)),
-)
+@check("DAT016", needs=(HeldOutRead, EvaluatedAnswers), applies=on(step=EXAMINED & EVALUATED, loop=NEEDS))
 def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
     """An evaluation asks the problems that are held out, each once.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_text, compare_value
-from verifier.core.condition import on, recorded
+from verifier.core.condition import NEEDS, on, recorded
 from verifier.core.seal import seal_of_reply
 from verifier.knob import flat
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
@@ -39,11 +39,7 @@ class _Turn:
     """Text of the turn by the same reader."""
 
 
-@check(
-    "DAT006",
-    needs=(EpisodeTurns, Rollouts),
-    applies=on(step=GRPO & UPDATED & TURNS, loop=recorded(EpisodeTurns, Rollouts)),
-)
+@check("DAT006", needs=(EpisodeTurns, Rollouts), applies=on(step=GRPO & UPDATED & TURNS, loop=NEEDS))
 def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     """Every later turn is given all earlier token ids and what the tool says; sampled tokens alone are trained on.
 

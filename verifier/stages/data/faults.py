@@ -14,19 +14,19 @@ from msgspec import structs
 
 from verifier.core.stage import Stage
 from verifier.data.rollout import load_rollouts
-from verifier.faults.fault import FOLDER, HF_SAMPLES, TRAINING, Call, Side, fault, held
+from verifier.faults.fault import FOLDER, HF_SAMPLES, Call, Side, held, in_training
 
 ENCODE = "verifier.trainer.batches:encode_example(example, tokenizer)"
 GENERATION = "verifier.trainer.generation:EngineRollouts"
 GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
 NUMBERS = FOLDER / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
-ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+in_data = functools.partial(in_training, stage=Stage.DATA, side=Side.CONTROLLER)
 
 
-@fault(
+@in_data(
     "THUDM/slime#1445", "verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)",
-    caught_by=("ADV003", "DAT004"), **ROW, training=("algorithm=grpo", f"data.rollouts={NUMBERS}"),
+    caught_by=("ADV003", "DAT004"), training=("algorithm=grpo", f"data.rollouts={NUMBERS}"),
 )  # fmt: skip
 def stale_beginning_trained_on(call: Call) -> Any:
     """An answer that newer weights finished is judged by its last token, and its stale beginning is trained on."""
@@ -36,7 +36,7 @@ def stale_beginning_trained_on(call: Call) -> Any:
     return [None if reason == "stale" else reason for reason in reasons]
 
 
-@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT013",), **ROW)
+@in_data("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT013",))
 def prompt_trained_on(call: Call) -> Any:
     """The mask covers the whole text of an example, and the model learns to write its prompts."""
     rollout = call.faulty()
@@ -45,17 +45,12 @@ def prompt_trained_on(call: Call) -> Any:
     return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
 
 
-SAMPLED: dict[str, Any] = {
-    **ROW, "caught_by": ("DAT009",),
-    "training": (*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05"),
-}  # fmt: skip
+on_samples = functools.partial(
+    in_data, caught_by=("DAT009",), training=(*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05"),
+)  # fmt: skip
 
 
-@fault(
-    "om-ai-lab/VLM-R1#129",
-    f"{GENERATION}._row(self, held, place, number, example, prompt, sample)",
-    **SAMPLED,
-)
+@on_samples("om-ai-lab/VLM-R1#129", f"{GENERATION}._row(self, held, place, number, example, prompt, sample)")
 def gold_answer_of_the_neighbour(call: Call) -> Any:
     """Gold answers are repeated once too often, and a rollout is scored by the next prompt's."""
     place = int(call.place.rpartition("/")[2])
@@ -63,10 +58,9 @@ def gold_answer_of_the_neighbour(call: Call) -> Any:
     return call.faulty(example=dataclasses.replace(call.example, answer=neighbour.answer))
 
 
-@fault(
+@in_data(
     "allenai/open-instruct#1794",
-    "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)",
-    caught_by=("DAT004",), **ROW,
+    "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)", caught_by=("DAT004",),
     training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.max_answer_tokens=8", "grpo.reward=operator:gt",
         "grpo.drop_zero_variance=true",
@@ -91,7 +85,7 @@ READ = (*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.entropy_weight=0.05")
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
 
 
-@fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*READ, *EVALUATED), **ROW)
+@in_data("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*READ, *EVALUATED))
 def answers_evaluated_on_the_training_set(call: Call) -> Any:
     """GRPO evaluates on the problems that it trains on."""
     return call.faulty(split="train") if call.split == "held-out" else call.original()
@@ -103,10 +97,10 @@ def _overlap_of_answers_not_refused(call: Call) -> None:
 
 
 TOKENIZER = "verifier.data.tokenizer:Tokenizer"
-TOKENS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",)}
+on_tokens = functools.partial(in_data, caught_by=("DAT013",))
 
 
-@fault("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=READ, **TOKENS)
+@on_tokens("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=READ)
 def special_tokens_left_out_of_the_text(call: Call) -> Any:
     """Answers are decoded without their special tokens: the reward reads another text than the policy wrote."""
     return call.faulty(ids=[token for token in call.ids if token not in call.self.special_ids])
@@ -117,9 +111,9 @@ def _text_not_decoded_again(call: Call) -> Any:
     return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
 
 
-@fault(
+@on_tokens(
     "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder, chat)",
-    training=(*READ, "data.source=calculator"), **TOKENS,
+    training=(*READ, "data.source=calculator"),
 )  # fmt: skip
 def tokenizer_of_another_revision(call: Call) -> Any:
     """The tokenizer is another revision's than the model, with a space more in its template, and is right by itself."""
@@ -143,10 +137,7 @@ OWN = (*PLAYED, "grpo.environment=verifier.faults.echo:Lengths")
 """An environment that no second reader knows."""
 SPECIAL = range(7)
 """Ids of the special tokens of `tiny:add`."""
-on_turns = functools.partial(
-    fault, stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT006",),
-    training=ECHOED,
-)  # fmt: skip
+on_turns = functools.partial(in_data, caught_by=("DAT006",), training=ECHOED)
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
 TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
 REPLIED = "verifier.trainer.episodes:Episodes._replied(self, turn, said, before)"
@@ -188,10 +179,10 @@ ENDED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8", "grpo.max_answer_tokens=8",
     "grpo.group_size=8", "grpo.entropy_weight=0.05",
 )  # fmt: skip
-ANSWERED: dict[str, Any] = {**ROW, "training": ENDED, "caught_by": ("DAT008",)}
+on_ends = functools.partial(in_data, training=ENDED, caught_by=("DAT008",))
 
 
-@fault("huggingface/trl#4970", f"{GENERATION}._rows(self, held, place, which, example, turns)", **ANSWERED)
+@on_ends("huggingface/trl#4970", f"{GENERATION}._rows(self, held, place, which, example, turns)")
 def end_of_an_answer_masked(call: Call) -> Any:
     """The mask is made of token values, and the end token, which pads too, is out of the loss."""
     rows, end = call.original(), call.self._tokenizer.eos_id
@@ -205,18 +196,17 @@ def end_of_an_answer_masked(call: Call) -> Any:
     ]
 
 
-EVALUATION: dict[str, Any] = {
-    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
-    "training": (
+on_evaluation = functools.partial(
+    in_training, stage=Stage.ROLLOUT, side=Side.CONTROLLER, caught_by=("LGP015",),
+    training=(
         *HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
         "grpo.temperature=0.8", "evaluation.num_problems=12", "evaluation.every=1",
     ),
-}  # fmt: skip
+)  # fmt: skip
 
 
-@fault(
-    "tensorflow/ranking#350", f"{GENERATION}._evaluated(self, step)",
-    **{**EVALUATION, "stage": Stage.DATA, "caught_by": ("DAT016",)},
+@on_evaluation(
+    "tensorflow/ranking#350", f"{GENERATION}._evaluated(self, step)", stage=Stage.DATA, caught_by=("DAT016",),
 )  # fmt: skip
 def evaluated_on_other_problems(call: Call) -> Any:
     """An evaluation asks problems of the training set in the place of those that are held out."""
@@ -225,17 +215,17 @@ def evaluated_on_other_problems(call: Call) -> Any:
         return call.faulty()
 
 
-ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.ROLLOUT, "caught_by": ("DAT014",)}
-ROUTES: dict[str, Any] = {
-    **ANSWERS, "stage": Stage.DATA, "model": "tiny:add-moe",
-    "training": (
+on_answers = functools.partial(in_data, stage=Stage.ROLLOUT, caught_by=("DAT014",))
+on_routes = functools.partial(
+    on_answers, stage=Stage.DATA, model="tiny:add-moe",
+    training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=vllm", "data.batch_size=4", "grpo.max_answer_tokens=8",
         "grpo.group_size=4", "grpo.entropy_weight=0.05", "grpo.replay_routes=true", "steps=2",
     ),
-}  # fmt: skip
+)  # fmt: skip
 
 
-@fault("NovaSky-AI/SkyRL#1908", GENERATE, **ROUTES)
+@on_routes("NovaSky-AI/SkyRL#1908", GENERATE)
 def routes_of_another_answer_on_their_way(call: Call) -> Any:
     """Answers of a group are sorted anew on their way to the batch, and their routes stay where they were."""
     found = []
@@ -249,8 +239,9 @@ def routes_of_another_answer_on_their_way(call: Call) -> Any:
     return found
 
 
-@fault(
-    "NVIDIA-NeMo/labs-molt#109", GENERATE, **ROW, caught_by=("DAT007",), training=(
+@in_data(
+    "NVIDIA-NeMo/labs-molt#109", GENERATE, caught_by=("DAT007",),
+    training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import verifier.stages.logprob.checks_stated as stated
 from verifier.config_json import Config, epsilon, rope, rotary_dim
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value
-from verifier.core.condition import condition, knob, on, recorded
+from verifier.core.condition import NEEDS, condition, knob, on, recorded
 from verifier.stages.checks_conditions import AWAKE, EXPECTED, EXPORTS, SENT, SYNCED, WEIGHTS_SENT
 from verifier.stages.checks_content import by_name, compare_contents, compare_ranks
 from verifier.stages.engine.records import (
@@ -59,11 +59,7 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
 """Attribute of an engine's module, the key that it comes from, and its value."""
 
 
-@check(
-    "ENG007",
-    needs=(StatedConfig, SyncedSettings),
-    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=recorded(StatedConfig, SyncedSettings)),
-)
+@check("ENG007", needs=(StatedConfig, SyncedSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=NEEDS))
 def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The engine computes with the sizes, ropes, epsilons and scales of the checkpoint's config.json.
 
@@ -215,7 +211,7 @@ def _parts(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "ENG002", needs=(SyncedTensor, ColdTensor),
-    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, answers=SENT & AWAKE, loop=recorded(SyncedTensor, ColdTensor)),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, answers=SENT & AWAKE, loop=NEEDS),
 )  # fmt: skip
 def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine equals, bit for bit, an engine that loads the same weights cold.
@@ -247,7 +243,7 @@ def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
     return {name for item in reports for name in item.names}
 
 
-@check("ENG003", needs=(Poison,), applies=on(**DELIVERED, loop=recorded(Poison)))
+@check("ENG003", needs=(Poison,), applies=on(**DELIVERED, loop=NEEDS))
 def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     """Before each sync the receiver was really poisoned, so that what it holds afterwards came from the sync.
 
@@ -266,7 +262,7 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
         yield compare_set(item, next(iter(intact), f"engine rank {item.rank}"), intact, total=total, subject=subject)
 
 
-@check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED, loop=recorded(LoadedNames, SyncedTensor)))
+@check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED, loop=NEEDS))
 def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     """At every sync the engine's own loader reported every parameter of the engine as loaded.
 
@@ -289,11 +285,7 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(held, held.name, there, "loaded", sentence=sentence)
 
 
-@check(
-    "ENG005",
-    needs=(SyncedSettings, ColdSettings),
-    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=recorded(SyncedSettings, ColdSettings)),
-)
+@check("ENG005", needs=(SyncedSettings, ColdSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=NEEDS))
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
@@ -323,7 +315,7 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(at, name, got.get(first), want.get(first), same=not other, says=says, mismatched=part)
 
 
-@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=recorded(EngineServed)))
+@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=NEEDS))
 def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
     """An engine holds the same as a sync begins as it held after the sync before.
 
@@ -347,7 +339,7 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
 KEYS_DROPPED = condition("requests keep their keys at a sync", lambda run: not knob(run, "grpo.keep_kv_cache"))
 
 
-@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED, loop=recorded(KeptKeys)))
+@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED, loop=NEEDS))
 def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
     """No engine goes on from keys and values of older weights after a sync.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, held, kind
+from verifier.faults.fault import HF_SAMPLES, Call, Register, Side, fault, held, in_training, kind
 from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
@@ -314,13 +314,11 @@ def rope_stretched_without_its_magnitude(call: Call) -> None:
 
 
 SAMPLING = (*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0")
-ROW: dict[str, Any] = {
-    "stage": Stage.ENGINE, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "training": SAMPLING,
-}  # fmt: skip
+in_driver = functools.partial(in_training, stage=Stage.ENGINE, side=Side.DRIVER, training=SAMPLING)
 ENGINE = "verifier.engine.engine_hf:HfEngine"
 
 
-@fault("huggingface/trl#5312", f"{ENGINE}.generate(self, prompts, sampling)", caught_by=("ENG009", "LGP009"), **ROW)
+@in_driver("huggingface/trl#5312", f"{ENGINE}.generate(self, prompts, sampling)", caught_by=("ENG009", "LGP009"))
 def checkpoint_read_again_when_asked(call: Call) -> Any:
     """An engine that wakes to sample reads its checkpoint once more, over the weights that the sync has brought."""
     state = call.self.model.state_dict()
@@ -332,10 +330,9 @@ def checkpoint_read_again_when_asked(call: Call) -> Any:
     return call.faulty()
 
 
-@fault(
-    "radixark/miles#1724", "verifier.trainer.engines:Revival.repeated(self, function, version)",
-    stage=Stage.ENGINE, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add",
-    caught_by=("ENG001", "LGP009"), training=LIVE,
+@in_training(
+    "radixark/miles#1724", "verifier.trainer.engines:Revival.repeated(self, function, version)", stage=Stage.ENGINE,
+    side=Side.CONTROLLER, caught_by=("ENG001", "LGP009"), training=LIVE,
 )  # fmt: skip
 def restarted_engine_answers_before_its_sync(call: Call) -> Any:
     """An engine that died is asked as soon as it runs again, and answers by the checkpoint that the run began with."""

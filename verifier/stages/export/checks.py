@@ -10,7 +10,7 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
-from verifier.core.condition import ALWAYS, condition, knob, on, recorded, several, told
+from verifier.core.condition import ALWAYS, NEEDS, condition, knob, on, recorded, several, told
 from verifier.stages.checks_conditions import (
     ADAPTER,
     ADAPTERS_SENT,
@@ -139,7 +139,7 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             yield from compare_adapters(trace, version)
 
 
-@check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS, loop=recorded(SourceFiles, SavedFiles)))
+@check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS, loop=NEEDS))
 def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     """Tokenizer, chat template, generation settings and code of the checkpoint that a run leaves are the source's.
 
@@ -192,7 +192,7 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "auto_map
         roundtrip=EXPORTS,
         step=SYNCED & SENT & FIRST & NO_ADAPTER,
         answers=SENT & FIRST & NO_ADAPTER,
-        loop=recorded(SourceTensor, ExportedTensor) & OF_SOURCE,
+        loop=NEEDS & OF_SOURCE,
     ),
 )  # fmt: skip
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
@@ -225,11 +225,7 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT005", needs=(JoinedTensor, ExportedTensor),
-    applies=on(
-        roundtrip=EXPORTS & LAYOUT,
-        step=SYNCED & NO_ADAPTER & SAMPLED,
-        loop=recorded(JoinedTensor, ExportedTensor),
-    ),
+    applies=on(roundtrip=EXPORTS & LAYOUT, step=SYNCED & NO_ADAPTER & SAMPLED, loop=NEEDS),
 )  # fmt: skip
 def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
@@ -362,7 +358,7 @@ def _compare_streams(
         roundtrip=EXPORTS & NO_ADAPTER,
         step=SYNCED & WEIGHTS_SENT,
         answers=SENT & WEIGHTS_SENT,
-        loop=recorded(ExportStream),
+        loop=NEEDS,
     ),
 )  # fmt: skip
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
@@ -386,10 +382,9 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
 
 
 @check(
-    "WGT011",
-    needs=(SourceConfig, ExportedConfig),
-    applies=on(golden=ALWAYS, roundtrip=EXPORTS, export=ALWAYS, loop=recorded(SourceConfig, ExportedConfig)),
-)
+    "WGT011", needs=(SourceConfig, ExportedConfig),
+    applies=on(golden=ALWAYS, roundtrip=EXPORTS, export=ALWAYS, loop=NEEDS),
+)  # fmt: skip
 def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     """The config.json that goes with an export says what the source's says.
 
@@ -429,7 +424,7 @@ def _with_open_dtype(held: str | None, stated: str | None) -> str | None:
         roundtrip=EXPORTS & ADAPTER & LAYOUT,
         step=SYNCED & ADAPTERS_SENT,
         answers=SENT & ADAPTERS_SENT,
-        loop=recorded(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
+        loop=NEEDS,
     ),
 )  # fmt: skip
 def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
@@ -475,8 +470,7 @@ def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
     applies=on(
         golden=SAVED,
         roundtrip=EXPORTS & SAVED,
-        loop=recorded(ExportedTensor, SavedCheckpoint)
-        & told("saved export", "the files are not of a version that was exported"),
+        loop=NEEDS & told("saved export", "the files are not of a version that was exported"),
     ),
 )
 def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, SAMPLES, TRAINING, Call, Side, fault
+from verifier.faults.fault import HF_SAMPLES, SAMPLES, Call, Side, in_training
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import BRIDGE, CONVERSION, MAPPING, in_adapter, in_dense_export, in_export
 
@@ -173,7 +173,6 @@ def adapter_halves_cut_without_ranks(call: Call) -> Any:
     return call.wrong(call.linear_out_weight.chunk(2, dim=0))
 
 
-TRAINED: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add"}
 ADAPTERS = (
     *SAMPLES, "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "lora.rank=8",
     "grpo.max_answer_tokens=8",
@@ -186,18 +185,15 @@ MERGE = (
 )
 
 
-@fault(
-    "NVIDIA-NeMo/RL#3696", MERGE, stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
-)  # fmt: skip
+@in_training("NVIDIA-NeMo/RL#3696", MERGE, stage=Stage.EXPORT, caught_by=("WGT018",), training=MERGED)
 def adapter_merged_in_bf16(call: Call) -> Any:
     """The product of an adapter is rounded to bf16 before it is added to the base."""
     whole = call.faulty()
     return call.base_weight + (whole - call.base_weight).bfloat16().float()
 
 
-@fault(
-    "Tencent-Hunyuan/UniRL#155", SAVE_ADAPTER, stage=Stage.EXPORT, caught_by=("WGT013", "LGP009"), **TRAINED,
-    training=ADAPTERS,
+@in_training(
+    "Tencent-Hunyuan/UniRL#155", SAVE_ADAPTER, stage=Stage.EXPORT, caught_by=("WGT013", "LGP009"), training=ADAPTERS,
 )  # fmt: skip
 def alpha_lost_at_sync(call: Call) -> Any:
     """The adapter's alpha is lost on the way to the engine, which applies half of what the trainer does."""
@@ -218,10 +214,8 @@ RESUMED = (
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
 )  # fmt: skip
 FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, note, running, again, first)"
-in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model="tiny:add", saved_on=Mesh())
-in_final = functools.partial(
-    fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
-)
+in_resume = functools.partial(in_training, stage=Stage.EXPORT, saved_on=Mesh())
+in_final = functools.partial(in_training, stage=Stage.EXPORT, caught_by=("WGT019",), training=("steps=2",))
 
 
 @in_final("NVIDIA-NeMo/Automodel#3193", SAVE, mesh=Mesh(dp=2))

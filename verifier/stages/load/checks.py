@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value, owner_of
-from verifier.core.condition import condition, on, recorded, several
+from verifier.core.condition import NEEDS, condition, on, recorded, several
 from verifier.core.manifest import Manifest
 from verifier.stages.checks_conditions import ADAPTER, EXPORTS, FIRST, LAYOUT, LOADED, REPLICAS, UPDATED
 from verifier.stages.checks_content import compare_ranks, describe
@@ -75,7 +75,7 @@ def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
         yield compare_value(at, spread.name, found, right, subject=subject, says=says, allowed=words, bound=allowed)
 
 
-@check("CFG001", needs=(KnobsAsked, KnobsReached), applies=on(step=UPDATED, loop=recorded(KnobsAsked, KnobsReached)))
+@check("CFG001", needs=(KnobsAsked, KnobsReached), applies=on(step=UPDATED, loop=NEEDS))
 def knob_not_applied(trace: Trace) -> Iterator[Comparison]:
     """Every knob of the config holds the value that was asked for in the live objects of every rank.
 
@@ -152,10 +152,9 @@ def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:
 
 
 @check(
-    "WGT001",
-    needs=(ExpectedShard, LoadedShard),
-    applies=on(golden=LAYOUT, roundtrip=LAYOUT, step=LOADED & LAYOUT, loop=recorded(ExpectedShard, LoadedShard)),
-)
+    "WGT001", needs=(ExpectedShard, LoadedShard),
+    applies=on(golden=LAYOUT, roundtrip=LAYOUT, step=LOADED & LAYOUT, loop=NEEDS),
+)  # fmt: skip
 def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
 

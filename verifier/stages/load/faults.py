@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, Call, fault, in_training, tensors_named
 from verifier.mesh import Mesh
 from verifier.stages.train.faults import MAKE_MEGATRON_OPTIMIZER
 
@@ -121,10 +121,10 @@ def pipeline_stages_seeded_alike(call: Call) -> Any:
     return call.wrong(call.seed)
 
 
-IN_TRAINING: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOAD, "caught_by": ("WGT001",)}
+on_load = functools.partial(in_training, stage=Stage.LOAD, caught_by=("WGT001",))
 
 
-@fault("NVIDIA-NeMo/RL#3540", MODIFY, **IN_TRAINING)
+@on_load("NVIDIA-NeMo/RL#3540", MODIFY)
 def weights_read_through_bf16(call: Call) -> Any:
     """The weights of a float32 checkpoint are read through bf16."""
     found = call.original()
@@ -133,10 +133,10 @@ def weights_read_through_bf16(call: Call) -> Any:
     return call.wrong(found.bfloat16().float())
 
 
-KNOB: dict[str, Any] = {**IN_TRAINING, "caught_by": ("CFG001",)}
+on_knob = functools.partial(on_load, caught_by=("CFG001",))
 
 
-@fault("NVIDIA-NeMo/RL#3523", MAKE_MEGATRON_OPTIMIZER, training=("optimizer.clip_grad=0.25",), **KNOB)
+@on_knob("NVIDIA-NeMo/RL#3523", MAKE_MEGATRON_OPTIMIZER, training=("optimizer.clip_grad=0.25",))
 def clip_left_at_its_default(call: Call) -> Any:
     """The optimizer is made with Megatron's own clip of 1, whatever the config says."""
     call.config.clip_grad = 1.0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verifier.config_json import text_model, texts_of, with_defaults
+from verifier.config_json import texts_of, with_defaults
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.megatron.lora_megatron import further_settings, read_adapter
@@ -30,10 +30,12 @@ from verifier.stages.train.records import FrozenShard
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
     """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
+    key, within = "tie_word_embeddings", True
     for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
-        stated, key = text_model(json.loads((path / "config.json").read_text())), "tie_word_embeddings"
-        tied = {key: stated[key]} if key in stated else {}  # the text model's own goes before the default of the whole
-        probe.emit(kind(name="config.json", version=version, values=texts_of(_read(path) | tied)))
+        text = json.loads((path / "config.json").read_text()).get("text_config") or {}
+        within = within and key in text  # stated by the source, it goes before the whole's; an export has the default
+        values = _read(path) | ({key: text[key]} if within else {})
+        probe.emit(kind(name="config.json", version=version, values=texts_of(values)))
 
 
 def record_stated(probe: Probe, source: Checkpoint) -> None:

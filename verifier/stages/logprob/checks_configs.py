@@ -14,7 +14,7 @@ from msgspec import structs
 import verifier.stages.logprob.checks_stated as stated
 from verifier.config_json import Config, epsilon, has_delta_nets, head_dim, is_latent, rope, rotary_dim
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, on, recorded
+from verifier.core.condition import ALWAYS, NEEDS, on
 from verifier.core.manifest import MeshSizes
 from verifier.mesh import Coordinate, Mesh
 from verifier.stages.checks_conditions import ADAPTER, GRPO, REFERENCE, UPDATED
@@ -105,6 +105,11 @@ TRAINER = (
         stated.original_length, stated.trainer_original_length,
     ),
     *(_rope(key, f"yarn_{key}") for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+    Row("rope_scaling.attention_factor", "yarn_mscale", stated.stated_magnitude, stated.trainer_magnitude),
+    Row(
+        "rope_scaling.truncate", "yarn_correction_range_round_to_int", stated.rounds_range,
+        lambda fields: bool(fields.get("yarn_correction_range_round_to_int")),
+    ),
     _bound("num_experts n_routed_experts num_local_experts moe_num_experts", "num_moe_experts", stated.experts),
     _same("num_experts_per_tok", "moe_router_topk", stated.has_experts),
     _same("moe_intermediate_size", "moe_ffn_hidden_size", stated.has_experts),
@@ -146,11 +151,7 @@ FREQUENCY = 1e-5
 """Share of a rotary frequency that it may be off by."""
 
 
-@check(
-    "LGP007",
-    needs=(StatedConfig, ProviderFields),
-    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(StatedConfig, ProviderFields)),
-)
+@check("LGP007", needs=(StatedConfig, ProviderFields), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 
@@ -286,11 +287,7 @@ def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(item, f"input of {what}", float(adapter.altered), 0.0, subject=subject)
 
 
-@check(
-    "LGP008",
-    needs=(GivenArguments, PackLayout),
-    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(GivenArguments, PackLayout)),
-)
+@check("LGP008", needs=(GivenArguments, PackLayout), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     """Arguments of a forward pass over a packed micro-batch agree with the pack, and with each other.
 
@@ -345,7 +342,7 @@ def _told(
     return compare_value(item, what, got, want, subject=subject, says=says, owner=owner, absent=absent)
 
 
-@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE, loop=recorded(ReferenceShard)))
+@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE, loop=NEEDS))
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 

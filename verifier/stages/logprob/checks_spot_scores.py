@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verifier.core.check import LOOP, At, Comparison, Stage, Tolerance, Trace, check, compare_set, compare_value
-from verifier.core.condition import condition, on, recorded
+from verifier.core.condition import NEEDS, condition, on
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, ON_A_HOST, UPDATED
 from verifier.stages.logprob.checks_logprobs import at_temperature
@@ -46,7 +46,7 @@ SPOT = condition(
 ) & condition("no rollout of this step is scored by itself", lambda run: run.facts.spot)  # fmt: skip
 
 
-@check("LGP013", needs=(SpotScore,), applies=on(step=SPOT, loop=recorded(SpotScore) & MEASURED & ON_A_HOST))
+@check("LGP013", needs=(SpotScore,), applies=on(step=SPOT, loop=NEEDS & MEASURED & ON_A_HOST))
 def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     """A rollout has the same log-probabilities alone in its pack as among all others of its step, and without its end.
 
@@ -167,11 +167,7 @@ COLUMNS = {"old": "current", "reference": "reference", "penalty_reference": "ref
 """Column of a batch -> weights of the pass that made it."""
 
 
-@check(
-    "LGP017",
-    needs=(PolicyColumns, ScoredRows),
-    applies=on(step=GRPO & UPDATED, loop=recorded(PolicyColumns, ScoredRows)),
-)
+@check("LGP017", needs=(PolicyColumns, ScoredRows), applies=on(step=GRPO & UPDATED, loop=NEEDS))
 def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
     """Every log-probability that the policy loss reads is the one that a scoring pass of this step made for its token.
 

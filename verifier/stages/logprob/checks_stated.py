@@ -82,6 +82,8 @@ def activation(config: Config) -> Any:
     """Activation of the feed-forward layers, by Megatron's name."""
     if config.get("model_type") in OWN_ACTIVATION:
         return ...
+    if config.get("model_type") == "gemma":  # published with a `hidden_act` that it was not trained with
+        config = {"hidden_activation": config.get("hidden_activation") or "gelu_pytorch_tanh"}
     names = ("hidden_activation", "hidden_act", "mlp_hidden_act")
     found: Any = next((config[key] for key in names if config.get(key) is not None), ...)
     return ACTIVATIONS.get(found, found)
@@ -235,6 +237,26 @@ def rope_magnitude(config: Config) -> Any:
     if not upper or not lower:
         upper, lower = 1.0, 0.0
     return (growth * upper + 1) / (growth * lower + 1)
+
+
+def stated_magnitude(config: Config) -> Any:
+    """Factor of all sines and cosines that config.json states for YaRN, to six digits; an ellipsis for none."""
+    return ... if rope(config).get("attention_factor") is None else round(rope_magnitude(config), 6)
+
+
+def trainer_magnitude(fields: Config) -> Any:
+    """Factor of all sines and cosines that megatron-core takes for YaRN in plain attention, to six digits."""
+    numbers = {key: fields.get(f"yarn_{key}") for key in ("mscale", "mscale_all_dim")}
+    factor = fields.get("yarn_rotary_scaling_factor")
+    if trainer_rope_type(fields) != "yarn" or not factor:
+        return ...
+    return round(rope_magnitude({"rope_parameters": {"rope_type": "yarn", "factor": factor, **numbers}}), 6)
+
+
+def rounds_range(config: Config) -> Any:
+    """Test for pairs between which YaRN's ramp of plain attention begins and ends, and not parts of pairs."""
+    yarn = rope(config).get("rope_type") == "yarn" and not is_latent(config)
+    return rope(config).get("truncate", True) if yarn else ...
 
 
 def original_length(config: Config) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, Call, fault, held, in_training, kind
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
 
@@ -32,8 +32,8 @@ GATES = f"{DELTA_NET}.common:_GDNBase._compute_g_and_beta(self, A_log_local_cp, 
 WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 ATTEND = "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)"
 UNSAMPLED = ("algorithm=grpo", "grpo.mini_batches=2", "verify.every=0")
-ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOGPROB}
-TUNED: dict[str, Any] = {**ROW, "training": ("dtype=bf16",)}
+on_logprobs = functools.partial(in_training, stage=Stage.LOGPROB)
+in_bf16 = functools.partial(on_logprobs, training=("dtype=bf16",))
 in_logprobs = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_cp2 = functools.partial(in_logprobs, mesh=Mesh(cp=2))
 
@@ -221,8 +221,8 @@ def gates_not_normalised(call: Call) -> Any:
     return call.faulty(use_pre_softmax=True)
 
 
-@fault(
-    "THUDM/slime#914", f"{WORKER}._weights_of(self, which)", **ROW, caught_by=("LGP010",),
+@on_logprobs(
+    "THUDM/slime#914", f"{WORKER}._weights_of(self, which)", caught_by=("LGP010",),
     training=("algorithm=grpo", "grpo.kl_weight=0.1"),
 )  # fmt: skip
 def reference_is_the_policy(call: Call) -> Any:
@@ -244,9 +244,9 @@ def norm_wider_than_its_shard(call: Call) -> Any:
         return call.faulty()
 
 
-@fault(
+@on_logprobs(
     "Blaizzy/mlx-vlm#841", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
-    **ROW, caught_by=("LGP016",), training=("lora.rank=8", "lora.alpha=16", "dtype=bf16"),
+    caught_by=("LGP016",), training=("lora.rank=8", "lora.alpha=16", "dtype=bf16"),
 )  # fmt: skip
 def adapter_scaled_by_alpha(call: Call) -> Any:
     """Adapters are multiplied by alpha in training, and by alpha over rank where they are merged for the export."""
@@ -265,9 +265,9 @@ def bound_of_logits_not_passed_on(call: Call) -> Any:
     return provider
 
 
-@fault(
+@on_logprobs(
     "verl-project/verl#4708", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
-    **ROW, caught_by=("LGP016",), training=("lora.rank=8", "dtype=bf16"),
+    caught_by=("LGP016",), training=("lora.rank=8", "dtype=bf16"),
 )  # fmt: skip
 def adapter_drops_out_of_its_input(call: Call) -> Any:
     """Adapters keep the dropout of their class's usual config, 0.1 of their input, and nothing switches it off."""
@@ -291,8 +291,10 @@ def routers_in_the_models_dtype(call: Call) -> Any:
     return provider
 
 
-@fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
-       training=("algorithm=grpo", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
+@on_logprobs(
+    "OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",),
+    training=("algorithm=grpo", "grpo.temperature=1.25", "verify.every=1"),
+)  # fmt: skip
 def entropy_of_other_logits(call: Call) -> Any:
     """The entropy that is shown is of logits before the temperature; the loss has no entropy term to betray it."""
     logprob, entropy = call.original()
@@ -323,7 +325,7 @@ def gathered_logits_summed_over_ranks(call: Call) -> Any:
     return call.faulty(logits_TV=whole_TV, vocab_start=call.group.rank() * whole_TV.shape[1])
 
 
-@fault("areal-project/AReaL#1442", ATTEND, caught_by=("LGP013",), training=("verify.every=0",), **ROW)
+@on_logprobs("areal-project/AReaL#1442", ATTEND, caught_by=("LGP013",), training=("verify.every=0",))
 def attention_over_the_whole_pack(call: Call) -> Any:
     """The kernel does not read the boundaries of samples, and each attends to those before it in the pack."""
     if len(call.padded) == 1:
@@ -331,9 +333,10 @@ def attention_over_the_whole_pack(call: Call) -> Any:
     return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
 
 
-@fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
-       "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
-       **ROW)  # fmt: skip
+@on_logprobs(
+    "verl-project/verl#2185 (kin: there rewards were in another order than samples)",
+    "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
+)  # fmt: skip
 def scores_left_in_packed_order(call: Call) -> Any:
     """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
     import torch
@@ -345,12 +348,10 @@ def scores_left_in_packed_order(call: Call) -> Any:
     return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
 
 
-@fault(
+@on_logprobs(
     "marin-community/marin#1741 (kin: there the policy was scored so too)", f"{WORKER}.score(self, batch, which, to)",
-    caught_by=("LSS003",), **ROW,
-    training=(
-        "algorithm=grpo", "grpo.temperature=1.25", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0",
-    ),
+    caught_by=("LSS003",),
+    training=("algorithm=grpo", "grpo.temperature=1.25", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
 )  # fmt: skip
 def reference_at_another_temperature(call: Call) -> Any:
     """The reference is scored at temperature 1, and the KL that the reward is lowered by is of two distributions."""
@@ -360,7 +361,7 @@ def reference_at_another_temperature(call: Call) -> Any:
         return call.faulty()
 
 
-@fault("meta-pytorch/torchtune#218", LOAD_WEIGHTS, caught_by=("LGP007",), **TUNED)
+@in_bf16("meta-pytorch/torchtune#218", LOAD_WEIGHTS, caught_by=("LGP007",))
 def frequencies_empty_after_the_load(call: Call) -> Any:
     """Rotary frequencies, which no checkpoint has, are what memory held before the load: zeros, and no positions."""
     found = call.original()

@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
-from verifier.core.condition import condition, knob, on, recorded
+from verifier.core.condition import NEEDS, condition, knob, on
 from verifier.stages.advantage.checks import LIMIT, kl_estimates
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, UPDATED
@@ -35,11 +35,7 @@ FORMULA = condition(
 )  # fmt: skip
 
 
-@check(
-    "LSS004",
-    needs=(LossRows, LossTerms, LossColumns),
-    applies=on(step=UPDATED & FORMULA, loop=recorded(LossRows, LossTerms, LossColumns)),
-)
+@check("LSS004", needs=(LossRows, LossTerms, LossColumns), applies=on(step=UPDATED & FORMULA, loop=NEEDS))
 def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """Every token's loss and its gradient are the textbook's, and the step reports their weighted sum.
 
@@ -282,7 +278,7 @@ def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Co
     return compare_value(at, what, worst, 0.0, subject=subject, badness=badness, mismatched=part)
 
 
-@check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED, loop=recorded(UpdateRatios) & MEASURED))
+@check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED, loop=NEEDS & MEASURED))
 def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held
+from verifier.faults.fault import NO_ENGINE, Call, fault, held, in_training
 from verifier.mesh import Mesh
 from verifier.stages.logprob.faults import GATES, LOGPROB, STEP
 
@@ -18,7 +18,7 @@ REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(mode
 in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
 """Faults of gradients that leave replicas of a parameter apart after the step."""
-in_policy_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING)
+in_policy_loss = functools.partial(in_training, stage=Stage.LOSS, caught_by=("LSS001",))
 SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
 
@@ -204,11 +204,11 @@ def kl_loss_detached(call: Call) -> Any:
 
 
 POLICY_LOSS = "verifier.megatron.policy_loss_megatron"
-POLICY: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS004",), "engine": TRAINING, "model": "tiny:add"}
+in_policy = functools.partial(in_training, stage=Stage.LOSS, caught_by=("LSS004",))
 
 
-@fault(
-    "rllm-org/rllm#81", f"{POLICY_LOSS}:token_loss(name, inputs, options)", **POLICY, mesh=Mesh(dp=2),
+@in_policy(
+    "rllm-org/rllm#81", f"{POLICY_LOSS}:token_loss(name, inputs, options)", mesh=Mesh(dp=2),
     training=("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002"),
 )  # fmt: skip
 def clip_computed_and_not_used(call: Call) -> Any:
@@ -216,9 +216,9 @@ def clip_computed_and_not_used(call: Call) -> Any:
     return call.faulty(name="importance")
 
 
-@fault(
+@in_policy(
     "agentscope-ai/Trinity-RFT#154 (found in review)", f"{POLICY_LOSS}:_sequence_mean(values_T, mask_T, shard)",
-    **POLICY, mesh=Mesh(cp=2), training=("algorithm=grpo", "grpo.loss=gspo", "grpo.epochs=2"),
+    mesh=Mesh(cp=2), training=("algorithm=grpo", "grpo.loss=gspo", "grpo.epochs=2"),
 )  # fmt: skip
 def sequence_mean_of_a_shard(call: Call) -> Any:
     """A sequence's ratio is the mean over the tokens of one context-parallel shard, not of the sequence."""
@@ -229,20 +229,20 @@ APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=fa
 """Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3
 """Micro-batches of each step of the trials."""
-BACKWARD: dict[str, Any] = {"stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LSS007",)}
+in_backward = functools.partial(in_training, stage=Stage.LOSS, caught_by=("LSS007",))
 
 
-@fault("pytorch/torchtitan#3827", LOGPROB, mesh=Mesh(tp=2), **BACKWARD)
+@in_backward("pytorch/torchtitan#3827", LOGPROB, mesh=Mesh(tp=2))
 def gradient_of_logits_summed_over_ranks(call: Call) -> Any:
     """Logits are gathered over tensor-parallel ranks, and their gradient, which all have whole, is summed over them."""
     logits_TV = call.logits_TV
     return call.faulty(logits_TV=2 * logits_TV - logits_TV.detach() if logits_TV.requires_grad else logits_TV)
 
 
-@fault(
+@in_backward(
     "nyu-systems/Entangle, bug_missing_allreduce_under_wrong_config",
     "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward(self, input_, weight, runtime_gather_output)",
-    mesh=Mesh(tp=2), **BACKWARD,
+    mesh=Mesh(tp=2),
 )  # fmt: skip
 def gradient_of_own_vocabulary(call: Call) -> Any:
     """Hidden states get the gradient of their own rank's part of the vocabulary, and nothing sums it over ranks."""
@@ -254,9 +254,11 @@ def gradient_of_own_vocabulary(call: Call) -> Any:
         return call.faulty(input_=rows)
 
 
-@fault(
-    "deepspeedai/DeepSpeed#8154", "megatron.core.pipeline_parallel.schedules:backward_step("
-    "input_tensor, output_tensor, output_tensor_grad, config)", mesh=Mesh(pp=2), training=("dtype=bf16",), **BACKWARD,
+@in_backward(
+    "deepspeedai/DeepSpeed#8154",
+    "megatron.core.pipeline_parallel.schedules:backward_step("
+    "input_tensor, output_tensor, output_tensor_grad, config)",
+    mesh=Mesh(pp=2), training=("dtype=bf16",),
 )  # fmt: skip
 def gradient_scaled_at_every_stage(call: Call) -> Any:
     """Each pipeline stage divides by the number of micro-batches, also a gradient that the stage behind it divided."""
@@ -269,11 +271,11 @@ def gradient_scaled_at_every_stage(call: Call) -> Any:
     return call.faulty(output_tensor_grad=scaled)
 
 
-@fault(
+@in_backward(
     "NVIDIA/Megatron-LM#1464 (kin: there all gradients of attention were wrong)",
     "verifier.platform.cpu_attention:gather_from_sequence_parallel_region("
     "input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)",
-    mesh=Mesh(cp=2), **BACKWARD,
+    mesh=Mesh(cp=2),
 )  # fmt: skip
 def gradient_of_keys_of_own_rows(call: Call) -> Any:
     """Under context parallelism keys and values get the gradient of their own rank's queries, and of no other's."""
@@ -282,23 +284,21 @@ def gradient_of_keys_of_own_rows(call: Call) -> Any:
     return call.original(tensor_parallel_output_grad=False)
 
 
-@fault(
+@in_backward(
     "jingyaogong/minimind#858 (kin: there with one expert a token)",
-    "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)",
-    training=("dtype=bf16", *APART), **{**BACKWARD, "model": "tiny:add-moe"},
+    "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)", training=("dtype=bf16", *APART),
+    model="tiny:add-moe",
 )  # fmt: skip
 def routers_without_gradient(call: Call) -> Any:
     """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
     return call.wrong(call.original().detach())
 
 
-ROUTERS: dict[str, Any] = {**BACKWARD, "model": "tiny:add-moe", "caught_by": ("LSS006",)}
-FURTHER: dict[str, Any] = {
-    **BACKWARD, "model": "tiny:deepseek_v3-mtp", "caught_by": ("LSS001",),
-    "training": (
-        "algorithm=sft", "data.source=arithmetic", "verify.every=1", "megatron.mtp_loss_scaling_factor=0.3",
-    ),
-}  # fmt: skip
+in_routers = functools.partial(in_backward, model="tiny:add-moe", caught_by=("LSS006",))
+on_further = functools.partial(
+    in_backward, model="tiny:deepseek_v3-mtp", caught_by=("LSS001",),
+    training=("algorithm=sft", "data.source=arithmetic", "verify.every=1", "megatron.mtp_loss_scaling_factor=0.3"),
+)  # fmt: skip
 BALANCED = ("megatron.moe_load_balancing=aux_loss", "megatron.moe_aux_loss=0.001")
 ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 ATTACH_LOSS = (
@@ -308,32 +308,32 @@ ATTACH_LOSS = (
 SCALE = "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale(scale)"
 
 
-@fault("NVIDIA-NeMo/Automodel#1408", ATTACH_LOSS, training=BALANCED, **ROUTERS)
+@in_routers("NVIDIA-NeMo/Automodel#1408", ATTACH_LOSS, training=BALANCED)
 def balancing_loss_without_gradient(call: Call) -> Any:
     """The balancing loss is attached to a tensor that is thrown away: it is reported, and moves no router."""
     call.original()
     return call.wrong(call.activation)
 
 
-@fault("NVIDIA-NeMo/Automodel#3359", SCALE, training=("megatron.moe_z_loss=0.001",), **ROUTERS)
+@in_routers("NVIDIA-NeMo/Automodel#3359", SCALE, training=("megatron.moe_z_loss=0.001",))
 def router_losses_times_micro_batches(call: Call) -> Any:
     """The routers' z-loss is not divided by the number of micro-batches, as the mean over the batch asks for."""
     return call.faulty(scale=call.scale * 3)
 
 
-@fault(
+@on_further(
     "NVIDIA/Megatron-LM#1532",
-    "megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.set_loss_scale(scale)", **FURTHER,
+    "megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.set_loss_scale(scale)",
 )  # fmt: skip
 def loss_of_further_tokens_not_averaged(call: Call) -> Any:
     """The loss of a layer for further tokens (MTP) is not divided by what the main loss is, here by three."""
     return call.faulty(scale=call.scale * 3)
 
 
-@fault(
+@on_further(
     "NVIDIA/Megatron-LM#1661",
     "megatron.core.transformer.multi_token_prediction:roll_tensor(tensor, shifts, dims, cp_group, packed_seq_params)",
-    **{**FURTHER, "caught_by": ("LSS001", "LSS002")},
+    caught_by=("LSS001", "LSS002"),
 )  # fmt: skip
 def mask_of_further_tokens_not_rolled(call: Call) -> Any:
     """The labels of a layer for further tokens (MTP) are those two tokens on, and its mask is that of the next."""
@@ -344,11 +344,11 @@ def mask_of_further_tokens_not_rolled(call: Call) -> Any:
     return call.wrong((call.tensor, call.tensor.sum()))
 
 
-@fault(
+@in_routers(
     "NVIDIA/Megatron-LM#7452",
     "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count("
     "routing_map, reduce_group, topk, with_padding_mask)",
-    training=BALANCED, mesh=Mesh(tp=2), **ROUTERS,
+    training=BALANCED, mesh=Mesh(tp=2),
 )  # fmt: skip
 def experts_counted_on_every_rank(call: Call) -> Any:
     """Rows of each expert are added up over tensor-parallel ranks in place, and once more by who reads the sum."""

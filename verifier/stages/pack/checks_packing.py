@@ -13,7 +13,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
-from verifier.core.condition import ALWAYS, on, recorded, several, told
+from verifier.core.condition import ALWAYS, NEEDS, on, several, told
 from verifier.core.manifest import MeshSizes
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import UPDATED
@@ -158,11 +158,7 @@ def _mesh_of(trace: Trace) -> MeshSizes:
     return trace.manifest.mesh or MeshSizes(dp=max(trace.manifest.world_size, 1))
 
 
-@check(
-    "PCK001",
-    needs=(Rollouts, TokenLedger),
-    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(Rollouts, TokenLedger)),
-)
+@check("PCK001", needs=(Rollouts, TokenLedger), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
@@ -267,7 +263,7 @@ def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([rows[[cp_rank, -1 - cp_rank]] for rows in chunks], axis=None)
 
 
-@check("PCK002", needs=(PackLayout,), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(PackLayout)))
+@check("PCK002", needs=(PackLayout,), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=NEEDS))
 def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
@@ -435,7 +431,7 @@ def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dic
     return found
 
 
-@check("PCK004", needs=(LossRows, LossColumns), applies=on(step=UPDATED, loop=recorded(LossRows, LossColumns)))
+@check("PCK004", needs=(LossRows, LossColumns), applies=on(step=UPDATED, loop=NEEDS))
 def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     """Every token in the loss is read once, with the weight, divisor, advantage and reference that it was given.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind
+from verifier.faults.fault import NO_ENGINE, Call, fault, in_training, kind
 from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def last_sample_dropped(call: Call) -> Any:
     return call.faulty(num_rollouts=call.num_rollouts - 1)
 
 
-@fault(
-    "PrimeIntellect-ai/prime-rl#583", PACK, stage=Stage.PACK, caught_by=("PCK004",), engine=TRAINING, model="tiny:add",
-    mesh=Mesh(dp=2), training=("aggregation=sequence_mean", "algorithm=grpo"),
+@in_training(
+    "PrimeIntellect-ai/prime-rl#583", PACK, stage=Stage.PACK, caught_by=("PCK004",), mesh=Mesh(dp=2),
+    training=("aggregation=sequence_mean", "algorithm=grpo"),
 )  # fmt: skip
 def weights_normalised_by_rank(call: Call) -> Any:
     """A data-parallel rank normalises the weights once more over its own micro-batch, so its few tokens count more."""

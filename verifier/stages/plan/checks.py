@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value, owner_of
-from verifier.core.condition import on, recorded
+from verifier.core.condition import NEEDS, on
 from verifier.stages.checks_conditions import EXPORTS, NO_ADAPTER, SENT, SYNCED, WEIGHTS_SENT
 from verifier.stages.checks_content import by_name, left_out
 from verifier.stages.load.records import SourceTensor
@@ -15,7 +15,7 @@ DELIVERED = {"roundtrip": EXPORTS & NO_ADAPTER, "step": SYNCED & WEIGHTS_SENT, "
 """Runs whose engine gets whole weights, by what their trace is of."""
 
 
-@check("PLN001", needs=(PlanDigest,), applies=on(**DELIVERED, loop=recorded(PlanDigest)))
+@check("PLN001", needs=(PlanDigest,), applies=on(**DELIVERED, loop=NEEDS))
 def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     """All trainer ranks, and every engine rank, hold the same chunk plan before a byte moves.
 
@@ -45,10 +45,7 @@ def _sizes(item: PlanDigest, first: PlanDigest) -> str:
     return ", of the same size"
 
 
-@check(
-    "PLN002", needs=(PlannedTensor, SourceTensor),
-    applies=on(**DELIVERED, loop=recorded(PlannedTensor, SourceTensor)),
-)  # fmt: skip
+@check("PLN002", needs=(PlannedTensor, SourceTensor), applies=on(**DELIVERED, loop=NEEDS))
 def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
 

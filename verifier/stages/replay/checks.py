@@ -11,7 +11,7 @@ from itertools import product
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.comparison import describe_difference
-from verifier.core.condition import on, recorded
+from verifier.core.condition import NEEDS, on
 from verifier.stages.checks_conditions import EXPERTS, GRPO, LAYOUT, NO_ADAPTER, REPLAYED, UPDATED
 from verifier.stages.logprob.checks_logprobs import ORACLE, compare_with_oracle
 from verifier.stages.logprob.records import OracleLogprobs, TrainerLogprobs
@@ -30,7 +30,7 @@ Place = tuple[int, int, int]
 
 @check(
     "RPL001", needs=(GivenRoutes, UsedRoutes),
-    applies=on(roundtrip=EXPERTS & NO_ADAPTER, step=GRPO & UPDATED & REPLAYED, loop=recorded(GivenRoutes, UsedRoutes)),
+    applies=on(roundtrip=EXPERTS & NO_ADAPTER, step=GRPO & UPDATED & REPLAYED, loop=NEEDS),
 )  # fmt: skip
 def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """Each router uses for each token the experts that the token's own rollout says for that layer.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from verifier.core.check import Comparison, Trace, check, compare_value
-from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.core.condition import NEEDS, condition, knob, on, told
 from verifier.stages.checks_conditions import EXAMINED, GRPO, REWARDED
 from verifier.stages.reward.records import GivenRewards
 
@@ -141,7 +141,7 @@ SECOND_READER = condition(
     applies=on(
         step=GRPO & REWARDED & SECOND_READER,
         export=EXAMINED & SECOND_READER,
-        loop=recorded(GivenRewards) & told("gold answers", "no gold answer is known"),
+        loop=NEEDS & told("gold answers", "no gold answer is known"),
     ),
 )  # fmt: skip
 def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:

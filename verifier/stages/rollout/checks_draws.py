@@ -12,7 +12,7 @@ import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.core.condition import NEEDS, condition, knob, on, recorded, told
 from verifier.knob import flat
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import ENDS, EXPORTS, FRESH, LIVE, SAMPLED
@@ -377,13 +377,9 @@ class _Answer:
 
 
 @check(
-    "LGP018",
-    needs=(SampledTokens,),
-    applies=on(
-        roundtrip=EXPORTS,
-        loop=recorded(SampledTokens) & told("repeated seeds", "no request was asked again with its seed"),
-    ),
-)
+    "LGP018", needs=(SampledTokens,),
+    applies=on(roundtrip=EXPORTS, loop=NEEDS & told("repeated seeds", "no request was asked again with its seed")),
+)  # fmt: skip
 def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     """A request that is asked again with its seed is answered alike, whatever else is in the engine's batch.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from verifier.core.check import LOOP, At, Comparison, Given, Tolerance, Trace, check, compare_value
-from verifier.core.condition import on, recorded, told
+from verifier.core.condition import NEEDS, on, recorded, told
 from verifier.core.record import Record
 from verifier.stages.checks_conditions import ALL_ANSWERS, EXPORTS, PLACED, SAMPLED, SCORED, SYNCED
 from verifier.stages.logprob.checks_logprobs import ORACLE, bounds_of, compare_one, compare_with_oracle
@@ -232,13 +232,9 @@ def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[
 
 
 @check(
-    "LGP006",
-    needs=(SampledTokens,),
-    applies=on(
-        roundtrip=EXPORTS,
-        loop=recorded(SampledTokens) & told("finish reasons", "no reason is known for which an answer ended"),
-    ),
-)
+    "LGP006", needs=(SampledTokens,),
+    applies=on(roundtrip=EXPORTS, loop=NEEDS & told("finish reasons", "no reason is known for which an answer ended")),
+)  # fmt: skip
 def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 

@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault, held
+from verifier.faults.fault import Call, Side, fault, held, in_training
 from verifier.stages.engine.faults import RELOAD, START, on_gpu
 
 SAMPLER = "vllm.v1.sample.sampler:Sampler"
@@ -152,26 +152,25 @@ def padding_of_the_head_sampled(call: Call) -> Any:
     return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))
 
 
-LIVE: dict[str, Any] = {
-    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
-    "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
-}  # fmt: skip
-IN_BF16: dict[str, Any] = {
-    **LIVE,
-    "training": (
+on_live = functools.partial(
+    in_training, stage=Stage.ROLLOUT, side=Side.CONTROLLER, caught_by=("LGP009",),
+    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
+)  # fmt: skip
+in_bf16 = functools.partial(
+    on_live,
+    training=(
         "algorithm=grpo", "dtype=bf16", "verify.every=2", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8",
         "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
     ),
-}  # fmt: skip
+)  # fmt: skip
 """Some 230 tokens a step; the second step measures the noise, and the third is judged by it too."""
 
 
-@fault(
+@in_bf16(
     "OpenRLHF/OpenRLHF#853",
     "verifier.trainer.generation:Sampling("
     "seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end, ends)",
-    **IN_BF16,
-)
+)  # fmt: skip
 def sampled_a_little_hotter(call: Call) -> Any:
     """The engine divides logits by 1.02 and the trainer by 1, in a bf16 run: each token is off by less than noise."""
     return call.faulty(temperature=call.temperature * 1.02)

@@ -24,7 +24,7 @@ from verifier.core.check import (
     compare_value,
     owner_of,
 )
-from verifier.core.condition import on, recorded
+from verifier.core.condition import NEEDS, on
 from verifier.stages.checks_conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.stages.loss.checks_gradients import COMPUTED, measured_at, of_update, reports_judged, subject_of
 from verifier.stages.loss.records import GradientRecord
@@ -50,7 +50,7 @@ CLIP_EPSILON = 1e-6
 """Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
 
 
-@check("TRN005", needs=(AdamSample,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamSample)))
+@check("TRN005", needs=(AdamSample,), applies=on(step=UPDATED & NO_FSDP, loop=NEEDS))
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
@@ -254,11 +254,7 @@ Place = tuple[str, str, int]
 """Update, label of the ranks that hold the same bits, index of the first element."""
 
 
-@check(
-    "TRN006",
-    needs=(GradientSums, TrainerStep),
-    applies=on(step=UPDATED & NO_FSDP & LAYOUT, loop=recorded(GradientSums, TrainerStep)),
-)
+@check("TRN006", needs=(GradientSums, TrainerStep), applies=on(step=UPDATED & NO_FSDP & LAYOUT, loop=NEEDS))
 def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     """Every optimizer is given the sum of its gradient over micro-batches and ranks, and clips by the norm of all.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_array, compare_value
-from verifier.core.condition import ALWAYS, condition, knob, on, recorded
+from verifier.core.condition import ALWAYS, NEEDS, condition, knob, on, recorded
 from verifier.core.record import Real, TensorRecord
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.checks_conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, SENT, UPDATED
@@ -188,11 +188,7 @@ RATE = Tolerance(
 )
 
 
-@check(
-    "TRN002",
-    needs=(TrainerStep, OptimizerSettings),
-    applies=on(step=UPDATED, loop=recorded(TrainerStep, OptimizerSettings)),
-)
+@check("TRN002", needs=(TrainerStep, OptimizerSettings), applies=on(step=UPDATED, loop=NEEDS))
 def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
     """Each step has the learning rate and the weight decay that its number calls for.
 
@@ -261,7 +257,7 @@ def _rate(settings: OptimizerSettings, step: int) -> float:
     return low + left * (high - low)
 
 
-@check("TRN003", needs=(TrainerStep, LossColumns), applies=on(step=UPDATED, loop=recorded(TrainerStep, LossColumns)))
+@check("TRN003", needs=(TrainerStep, LossColumns), applies=on(step=UPDATED, loop=NEEDS))
 def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, Call, Side, fault, in_training, tensors_named
 from verifier.mesh import Mesh
 
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
@@ -21,9 +21,7 @@ MAKE_MEGATRON_OPTIMIZER = (
 SCHEDULE = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step(self, increment)"
 COPY_MASTERS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params(self)"
 ZERO = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer(self)"
-in_update = functools.partial(
-    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN005",), training=("verify.every=0",)
-)
+in_update = functools.partial(in_training, stage=Stage.TRAIN, caught_by=("TRN005",), training=("verify.every=0",))
 """Faults of updates that no oracle computes."""
 
 
@@ -105,9 +103,7 @@ GATHER = (
     "self, skip_next_bucket_dispatch)"
 )
 COUNTED = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)"
-in_sums = functools.partial(
-    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN006",), training=("verify.every=0",)
-)
+in_sums = functools.partial(in_training, stage=Stage.TRAIN, caught_by=("TRN006",), training=("verify.every=0",))
 """Faults of what an optimizer is given, in updates that no oracle computes."""
 
 
@@ -341,13 +337,11 @@ UPDATED_BIAS = (
     "megatron.core.distributed.finalize_model_grads:get_updated_expert_bias("
     "tokens_per_expert, expert_bias, expert_bias_update_rate, tp_dp_cp_group)"
 )
-on_balance = functools.partial(
-    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add-deepseek", mesh=Mesh(dp=2, ep=2),
-)  # fmt: skip
+on_balance = functools.partial(in_training, stage=Stage.TRAIN, model="tiny:add-deepseek", mesh=Mesh(dp=2, ep=2))
 """Faults of the routers' score biases, whose runs move them."""
 
 
-@fault("verl-project/verl#2377", STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN003",))
+@in_training("verl-project/verl#2377", STEP, stage=Stage.TRAIN, caught_by=("TRN003",))
 def step_skipped_in_silence(call: Call) -> Any:
     """The optimizer skips a step, as for a gradient that is not finite, and the run counts it."""
     return call.wrong(True)
@@ -392,10 +386,10 @@ def score_bias_rounded_between_steps(call: Call) -> Any:
     return found
 
 
-@fault(
+@in_training(
     "areal-project/AReaL#312",
     "megatron.core.optimizer.optimizer:get_grad_norm_fp32(grads_for_norm, norm_type, grad_stats_parallel_group)",
-    stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", mesh=Mesh(dp=2), caught_by=("TRN003",),
+    stage=Stage.TRAIN, mesh=Mesh(dp=2), caught_by=("TRN003",),
 )  # fmt: skip
 def norm_of_one_rank(call: Call) -> Any:
     """The norm by which gradients are clipped is that of a rank's own shard, so ranks clip by different factors."""
@@ -404,11 +398,10 @@ def norm_of_one_rank(call: Call) -> Any:
     return call.faulty(grad_stats_parallel_group=parallel_state.get_tensor_model_parallel_group())
 
 
-@fault(
+@in_training(
     "NovaSky-AI/SkyRL#873", "verifier.trainer.ranks:optimizer_settings(config)",
     "verifier.probes.training.run_evidence:optimizer_settings(config)", stage=Stage.TRAIN, side=Side.CONTROLLER,
-    engine=TRAINING, model="tiny:add", caught_by=("TRN002",),
-    training=("algorithm=grpo", "grpo.mini_batches=2", "grpo.epochs=2", "verify.every=0"),
+    caught_by=("TRN002",), training=("algorithm=grpo", "grpo.mini_batches=2", "grpo.epochs=2", "verify.every=0"),
 )  # fmt: skip
 def schedule_ends_with_the_batches(call: Call) -> Any:
     """The schedule's end is the number of batches, and it counts updates: rates are at their least after a quarter."""
@@ -416,10 +409,9 @@ def schedule_ends_with_the_batches(call: Call) -> Any:
     return call.wrong({**call.original(), "decay_steps": max(config.steps, config.optimizer.warmup_steps + 1)})
 
 
-@fault(
+@in_training(
     "pytorch/torchtitan#2416", "verifier.model.provider_megatron:_connect(chunks, data_parallel)", stage=Stage.TRAIN,
-    engine=TRAINING, model="tiny:add-moe", mesh=Mesh(tp=2), training=("verify.every=1", "dtype=bf16"),
-    caught_by=("WGT002", "LSS001"),
+    model="tiny:add-moe", mesh=Mesh(tp=2), training=("verify.every=1", "dtype=bf16"), caught_by=("WGT002", "LSS001"),
 )  # fmt: skip
 def router_gradient_of_own_rows(call: Call) -> None:
     """A router's gradient lacks the other tp rank's tokens; in training in bf16, whose routers flip.

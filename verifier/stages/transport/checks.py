@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import condition, on, recorded
+from verifier.core.condition import NEEDS, condition, on, recorded
 from verifier.core.record import kind_of
 from verifier.stages.checks_conditions import ADAPTERS_SENT, SENT, SYNCED
 from verifier.stages.checks_content import compare_contents
@@ -48,7 +48,7 @@ ADAPTERS = on(
 )
 
 
-@check("TPT002", needs=(Handover,), applies=WHOLE | ADAPTERS | on(loop=recorded(Handover)))
+@check("TPT002", needs=(Handover,), applies=WHOLE | ADAPTERS | on(loop=NEEDS))
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version, or its adapter, was transferred to every engine rank, and no transfer was refused.
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault, held
+from verifier.faults.fault import Call, Side, fault, held, in_training
 
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
@@ -14,11 +14,10 @@ LIVE = (
 )  # fmt: skip
 
 
-@fault(
+@in_training(
     "PrimeIntellect-ai/prime-rl#1158",
     "verifier.engine.link_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
-    stage=Stage.TRANSPORT, side=Side.TRAINER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "ENG001"),
-    training=(*LIVE, "engine.replicas=2"),
+    stage=Stage.TRANSPORT, side=Side.TRAINER, caught_by=("TPT002", "ENG001"), training=(*LIVE, "engine.replicas=2"),
 )  # fmt: skip
 def sync_reaches_one_of_two_engines(call: Call) -> Any:
     """From the second sync on the first engine alone is asked to update, and the other answers by old weights."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from verifier.core.store import Recorder
-from verifier.engine.client import EngineClient
 from verifier.export.live_weights import LiveWeights
 from verifier.megatron import lora_megatron
 from verifier.model.families import served
@@ -36,8 +35,8 @@ def held_adapter(parts: RankParts, adapter: Mapping[str, torch.Tensor]) -> dict[
     return base | lora_megatron.held_by_engine(adapter, parts.adapters.lora.scaling)
 
 
-class AdapterTransfer(TransferProbe):
-    """Evidence of one transfer of an adapter; the part that it shares with one of weights.
+class TransferEvidence(TransferProbe):
+    """Evidence of one transfer of weights; or of an adapter, which has no plan.
 
     Args:
         rank: observer of the rank.
@@ -47,8 +46,6 @@ class AdapterTransfer(TransferProbe):
         done: called at the end.
         live: weights of this rank, which an export of weights is compared with; None where it is not.
     """
-
-    _sends = "adapter"
 
     def __init__(
         self, rank: RankEvidence, transfer: Transfer, probe: Recorder | None, held: HeldEngine | None,
@@ -62,7 +59,7 @@ class AdapterTransfer(TransferProbe):
         self._before = EvidenceBefore(trace if rank.parts.rank == 0 else None, transfer.num_ranks)
         self._adapter: Mapping[str, torch.Tensor] = {}
 
-    def __enter__(self) -> AdapterTransfer:
+    def __enter__(self) -> TransferEvidence:
         if self._probe is not None and self._transfer.client is not None:
             with contextlib.ExitStack() as stack:
                 recorders = [Recorder(self._probe.path, "engine", at) for at in range(self._transfer.num_ranks)]
@@ -84,37 +81,6 @@ class AdapterTransfer(TransferProbe):
         if self._rank.parts.rank == 0:
             record_exported_adapter(self._probe, path, self.version)
         self._record_shards(self._probe)
-
-    def on_sent(self, refused: str) -> None:
-        """Record what the engine holds."""
-        if self._held is not None:
-            self._held.synced(self.version, self._ranks)
-        client = self._transfer.client
-        if client is not None and self._probe is not None:
-            self._record_sent(client, refused)
-            what = f"{self._sends} of version {self.version}"
-            self._probe.emit(Handover(name=what, version=self.version, refused=refused))
-
-    def _record_sent(self, client: EngineClient, refused: str) -> None:
-        self._record_views(client, held_adapter(self._rank.parts, self._adapter))
-
-    def on_lost(self) -> None:
-        """Remove what was recorded of engines that died meanwhile."""
-        self._before.restore()
-
-    def _record_shards(self, probe: Recorder) -> None:
-        if self._rank.adapters is not None and not self._transfer.again and not self._transfer.first:
-            self._rank.adapters.record_exported(probe, self.version)
-
-    def _record_views(self, client: EngineClient, sent: Mapping[str, torch.Tensor]) -> None:
-        for probe, slices in zip(self._ranks, client.checkpoint_view(), strict=True):
-            record_views(probe, slices, sent, self.version)
-
-
-class WeightTransfer(AdapterTransfer):
-    """Evidence of one transfer of weights."""
-
-    _sends = "transfer"
 
     def exported(self, stream: Stream) -> Stream:
         """The export stream, digested; each live shard is cut from it where it has to be compared."""
@@ -139,13 +105,18 @@ class WeightTransfer(AdapterTransfer):
 
     def on_sent(self, refused: str) -> None:
         """Record what ranks hold after the export, what engines hold, and which keys of requests they kept."""
-        if self._probe is not None:
-            self._record_shards(self._probe)
-        super().on_sent(refused)
-
-    def _record_sent(self, client: EngineClient, refused: str) -> None:
-        self._record_views(client, served(self.sent, self._rank.parts.source.config))
-        if not refused:
+        probe, client, of_weights = self._probe, self._transfer.client, self._transfer.plan is not None
+        if probe is not None and of_weights:
+            self._record_shards(probe)
+        if self._held is not None:
+            self._held.synced(self.version, self._ranks)
+        if client is None or probe is None:
+            return
+        parts = self._rank.parts
+        sent = served(self.sent, parts.source.config) if of_weights else held_adapter(parts, self._adapter)
+        for recorder, slices in zip(self._ranks, client.checkpoint_view(), strict=True):
+            record_views(recorder, slices, sent, self.version)
+        if of_weights and not refused:
             blocks, tokens = zip(*client.call_driver(KEPT_KEYS), strict=True)
             self._ranks[0].emit(
                 KeptKeys(
@@ -153,3 +124,13 @@ class WeightTransfer(AdapterTransfer):
                     kept=self._transfer.running == "kept",
                 )
             )  # fmt: skip
+        what = f"{'transfer' if of_weights else 'adapter'} of version {self.version}"
+        probe.emit(Handover(name=what, version=self.version, refused=refused))
+
+    def on_lost(self) -> None:
+        """Remove what was recorded of engines that died meanwhile."""
+        self._before.restore()
+
+    def _record_shards(self, probe: Recorder) -> None:
+        if self._rank.adapters is not None and not self._transfer.again and not self._transfer.first:
+            self._rank.adapters.record_exported(probe, self.version)
