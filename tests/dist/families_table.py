@@ -47,7 +47,6 @@ NOTES = {
         "upstream: transformers computes norms in latent attention with 1e-6, whatever `rms_norm_eps` says (#44261); "
         "with 1e-6 in the config it holds"
     ),
-    "glm_moe_dsa": "upstream: the bridge reads a key that transformers' config does not have",
     "gpt_oss": (
         "upstream: the bridge takes YaRN's numbers of the published checkpoints, whatever the config says; with those "
         "in the config it holds"
@@ -158,15 +157,20 @@ def drawn(page: str) -> str:
     return page
 
 
+def said(*command: str) -> str:
+    """What a command prints in the repository's root."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run what was asked for, one family after the other in warm processes; or draw the page."""
     run, *chosen = arguments
     if run == "page":
         PAGE.write_text(drawn(PAGE.read_text()))
         return
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
+    commit = said("git", "describe", "--always")
+    if said("git", "status", "--porcelain", "--", ".", f":!{LEDGER.relative_to(ROOT)}"):
+        commit += "-dirty"
     with Resources(warm=True) as resources, tempfile.TemporaryDirectory() as folder:
         runner = Runner(resources, lambda line: None)
         for name in chosen or [*names(), *ASKED_FOR]:
