@@ -102,9 +102,7 @@ def norm_written_by_export(call: Call) -> Any:
     return found
 
 
-@in_export(
-    "NovaSky-AI/SkyRL#1727", "verifier.model.provider_megatron:_bridge(path, config)", caught_by=("WGT011",)
-)
+@in_export("NovaSky-AI/SkyRL#1727", "verifier.model.provider_megatron:_bridge(path, config)", caught_by=("WGT011",))
 def option_exported_with_config(call: Call) -> Any:
     """An option of the run is set on the model's own configuration, and is exported in its config.json."""
     bridge = call.faulty()
