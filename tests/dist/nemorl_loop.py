@@ -7,17 +7,14 @@ NeMo-RL's loss, GRPO and policy configs, such as `ratio_clip_c=3`. In several pr
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import os
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import torch
+from foreign_process import Uncalled, join
 from grpo_engines import TransformersEngine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,25 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verifier import probe
 
-UNCALLED = ("scipy", "soundfile", "matplotlib", "wandb", "mlflow", "swanlab")
-
-
-class Uncalled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loggers, where they are not installed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Only of `UNCALLED`."""
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in UNCALLED else None
-
-    def create_module(self, spec: Any) -> Any:
-        """Anything."""
-        return MagicMock(__path__=[])
-
-    def exec_module(self, module: Any) -> None:
-        """Nothing to run."""
-
-
-sys.meta_path.append(stands := Uncalled())
+stands = Uncalled("scipy", "soundfile", "matplotlib", "wandb", "mlflow", "swanlab")
 import transformers.models.gemma3.modeling_gemma3  # noqa: F401 - transformers is another module from then on
 
 with patch.object(sys.modules["transformers"], "__version__", "5.11.0"):  # a patch of tokenizers refuses later ones
@@ -59,9 +38,7 @@ from nemo_rl.models.automodel import train as passes
 from nemo_rl.models.policy.workers import dtensor_policy_worker_v2 as worker_v2
 from nemo_rl.utils.timer import Timer
 
-sys.meta_path.remove(stands)
-for uncalled in [name for name in sys.modules if name.partition(".")[0] in UNCALLED]:
-    del sys.modules[uncalled]
+stands.end()
 
 
 PROMPTS, GROUP, MOST = 4, 4, 8
@@ -424,17 +401,6 @@ class Loop:
         total = torch.tensor(self.losses).sum()
         torch.distributed.all_reduce(total)
         self.stepped([float(total)])
-
-
-def join() -> None:
-    """Join the group of torch.distributed's variables, or be one of its own."""
-    if not torch.distributed.is_initialized():
-        if "RANK" not in os.environ:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
-        torch.distributed.init_process_group("gloo")
 
 
 def train(checkpoint: Path, trace: Path, **settings: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import peft  # noqa: F401 - looks for flash-attention, which stands empty from h
 import ray
 import torch
 import yaml
+from foreign_process import join
 from grpo_engines import TransformersEngine
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - the first as peft
@@ -516,17 +516,6 @@ class Loop:
         self.per_batch = PROMPTS // self.own.policy_mini_batch_size * self.own.update_epochs_per_batch
         trainer.train_critic_and_policy(data)
         self.send()
-
-
-def join() -> None:
-    """Join the group of torch.distributed's variables, or be one of its own."""
-    if not torch.distributed.is_initialized():
-        if "RANK" not in os.environ:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
-        torch.distributed.init_process_group("gloo")
 
 
 def train(checkpoint: Path, trace: Path, kind: type[Loop] = Loop, **settings: Any) -> None:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.abc
-import importlib.machinery
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +26,7 @@ import_megatron("cpu")
 import numpy as np
 import ray
 import torch
+from foreign_process import Uncalled, join
 from grpo_engines import TransformersEngine
 from megatron.core import num_microbatches_calculator
 from megatron.core import parallel_state as mpu
@@ -38,25 +36,7 @@ from transformers import AutoTokenizer
 
 from verifier import probe
 
-UNCALLED = ("sglang", "sglang_router", "torch_memory_saver", "wandb", "qwen_vl_utils", "pylatexenc")
-
-
-class Uncalled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Engines and loggers, where they are not installed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Only of `UNCALLED`."""
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in UNCALLED else None
-
-    def create_module(self, spec: Any) -> Any:
-        """Anything."""
-        return MagicMock(__path__=[])
-
-    def exec_module(self, module: Any) -> None:
-        """Nothing to run."""
-
-
-sys.meta_path.append(stands := Uncalled())
+stands = Uncalled("sglang", "sglang_router", "torch_memory_saver", "wandb", "qwen_vl_utils", "pylatexenc")
 torch._dynamo.config.disable = True
 from slime.utils import accelerator, arguments
 from slime.utils.accelerator.base import Accelerator
@@ -87,9 +67,7 @@ from slime.observability.timer import Timer
 from slime.ray import rollout
 from slime.utils.types import Sample
 
-sys.meta_path.remove(stands)
-for uncalled in [name for name in sys.modules if name.partition(".")[0] in UNCALLED]:
-    del sys.modules[uncalled]
+stands.end()
 from megatron_hooks import Follower, Parts
 
 from verifier.mesh import Mesh
@@ -510,17 +488,6 @@ def on_cores() -> Iterator[None]:
         patch.object(initialize, "np", SimpleNamespace(__version__="1.26.4", random=np.random)),  # it refuses 2
     ):
         yield
-
-
-def join() -> None:
-    """Join the group of torch.distributed's variables, or be one of its own."""
-    if not torch.distributed.is_initialized():
-        if "RANK" not in os.environ:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
-        torch.distributed.init_process_group("gloo")
 
 
 def train(checkpoint: Path, trace: Path, **settings: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ os.environ |= {"VERL_ENGINE_DEVICE": "cuda"}  # verl registers its engines for a
 import numpy as np
 import torch
 import verl
+from foreign_process import join
 from grpo_engines import TransformersEngine
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
@@ -560,17 +560,6 @@ class Loop:
         if self.batches % self.sync_every == 0:
             asyncio.run(self.worker.update_weights(self.step))
         self.batches += 1
-
-
-def join() -> None:
-    """Join the group of torch.distributed's variables, or be one of its own."""
-    if not torch.distributed.is_initialized():
-        if "RANK" not in os.environ:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
-        torch.distributed.init_process_group("gloo")
 
 
 def train(checkpoint: Path, trace: Path, kind: type[Loop] = Loop, **settings: Any) -> None:
